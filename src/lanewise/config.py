@@ -1,0 +1,102 @@
+"""The settings of a run: one frozen object, made once, before torch is touched."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from lanewise.errors import SettingsError
+
+Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
+Reduction = Literal["exact", "native"]
+Precision = Literal["model", "fp32", "bf16", "fp16"]
+NonFinite = Literal["raise", "skip", "ignore"]
+ExchangeKind = Literal["auto", "shared", "gloo", "nccl"]
+
+Positive = Annotated[int, Field(ge=1)]
+
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is told. `lanes`, `seed`, `precision`, `micro_batches` are part of its identity; the
+    others never change a bit of an exact run.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    lanes: Positive = 8
+    strategy: Strategy = "ddp"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    reduction: Reduction = "exact"
+    precision: Precision = "model"
+    micro_batches: Positive = 1
+    nonfinite: NonFinite = "raise"
+    exchange: ExchangeKind = "auto"
+    hosting: Literal["even"] | tuple[float, ...] = "even"
+    threads: Positive = 1
+    timeout: Annotated[timedelta, Field(gt=timedelta(0))] = timedelta(seconds=30)
+    allow_mixed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction == "native" and self.exchange == "shared":
+            raise ValueError(
+                "reduction='native' is the backend's own sum and needs a backend: use exchange='gloo' or 'nccl'"
+            )
+
+
+_T = TypeVar("_T")
+
+
+def parse(kind: type[_T], values: Mapping[str, Any], where: str) -> _T:
+    """Make a settings object from untrusted values, reporting every problem at once."""
+    try:
+        return TypeAdapter(kind).validate_python(dict(values))
+    except ValidationError as error:
+        problems = [_problem(kind, item) for item in error.errors()]
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise SettingsError(f"{where}: {len(problems)} problem(s):\n{lines}") from error
+
+
+def settings(script: Mapping[str, Any], launcher: Mapping[str, Any]) -> tuple[Settings, tuple[str, ...]]:
+    """The script's settings with the launcher's over them, and a notice for each that the launcher changed."""
+    parse(Settings, script, "lw.start")
+    chosen = parse(Settings, {**script, **launcher}, "the launcher's settings over lw.start's")
+    before = asdict(parse(Settings, script, "lw.start"))
+    after = asdict(chosen)
+    notices = tuple(
+        f"{name}={after[name]!r} from the launcher replaces the script's {before[name]!r}"
+        for name in launcher
+        if after[name] != before[name]
+    )
+    return chosen, notices
+
+
+def _problem(kind: type, item: Any) -> str:
+    path = ".".join(
+        str(part) for part in item["loc"] if not str(part).startswith(("literal", "tuple", "function"))
+    )
+    if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        owner = _owner_of(kind, item["loc"])
+        names = [f.name for f in fields(owner)] if owner else []
+        close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(names))}."
+        return f"{path}: unknown key; {hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    found = "" if item["type"] in ("missing", "value_error") else f", found {item['input']!r}"
+    return f"{path}: {message}{found}" if path else f"{message}{found}"
+
+
+def _owner_of(kind: type, location: tuple[Any, ...]) -> Any:
+    """The dataclass that should have had the key at `location`."""
+    owner: Any = kind
+    for part in location[:-1]:
+        member = next((f for f in fields(owner) if f.name == part), None)
+        if member is None or not hasattr(member.type, "__dataclass_fields__"):
+            continue
+        owner = member.type
+    return owner

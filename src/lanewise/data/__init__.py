@@ -1,0 +1,1 @@
+"""Data for lanes: which samples a lane gets, and how they are loaded."""

@@ -1,0 +1,87 @@
+"""From autograd to the sum: turns a unit's finished gradients into leaves and hands them on in order.
+
+Units leave a backward in the order the model happens to run; they are handed on in one fixed order, the
+same on every rank, so that exchanges always meet, whatever a lane did or did not run.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lanewise.engine.report import LaneReport
+from lanewise.engine.strategies import GradientSum
+from lanewise.engine.sum import Leaf, is_finite
+from lanewise.engine.unit import Flat, Unit
+
+
+class Collector:
+    """Collects one lane's gradients at a time."""
+
+    def __init__(self, units_in_order: Sequence[Unit], gradient_sum: GradientSum, names_lanes: bool) -> None:
+        """`names_lanes` has every gradient checked, so that a bad one can be told by lane and parameter."""
+        self.order = tuple(unit for unit in units_in_order if unit.trainable)
+        """The units that are exchanged, one after the other."""
+        self._sum = gradient_sum
+        self._names_lanes = names_lanes
+        self._next = len(self.order)
+        self._complete: set[int] = set()
+        self._lane = LaneReport()
+        self.present: set[int] = set()
+        """The parameters that have got a gradient since the step began, by index."""
+        self.parameters: list[tuple[Flat, int]] = []
+        """Every trainable parameter, as its flat and its place there, in the order of the exchange."""
+        self._first: dict[int, int] = {}
+        for unit in self.order:
+            for flat in unit.trainable:
+                self._first[flat.number] = len(self.parameters)
+                self.parameters += [(flat, place) for place in range(len(flat.parameters))]
+
+    def begin_step(self) -> None:
+        """Forget which parameters were used."""
+        self.present = set()
+
+    def clear(self) -> None:
+        """Drop gradients that were left behind by somebody else's backward."""
+        for flat, place in self.parameters:
+            if flat.parameters[place].grad is not None:
+                flat.parameters[place].grad = None
+
+    def begin(self, lane: LaneReport) -> None:
+        """The next backward completes this lane's gradients."""
+        self._lane = lane
+        self._next = 0
+        self._complete.clear()
+
+    def unit_complete(self, unit: Unit) -> None:
+        """Backward has left a unit. Before the last micro-batch of a lane that means nothing."""
+        if self._next < len(self.order):
+            self._complete.add(unit.number)
+            self._hand_on()
+
+    def end(self) -> None:
+        """Backward is over: units that it never reached have no gradient."""
+        self._complete.update(unit.number for unit in self.order)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._next < len(self.order) and self.order[self._next].number in self._complete:
+            unit = self.order[self._next]
+            self._next += 1
+            self._sum.deposit(unit, [self._leaf(flat) for flat in unit.trainable])
+
+    def _leaf(self, flat: Flat) -> Leaf:
+        gradients: list[torch.Tensor | None] = []
+        for place, parameter in enumerate(flat.parameters):
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is not None and self._lane.is_padding:
+                gradient = None
+            if gradient is not None:
+                if gradient.layout != torch.strided:
+                    gradient = gradient.to_dense()
+                index = self._first[flat.number] + place
+                self.present.add(index)
+                if self._names_lanes and self._lane.first_bad < 0 and not is_finite(gradient):
+                    self._lane.first_bad = index
+            gradients.append(gradient)
+        return Leaf(flat.layout, gradients)

@@ -1,0 +1,182 @@
+"""The conductor of a step: it owns the order of events and hands each to the one who knows it.
+
+Homes keep values, `passes` follows forward and backward, the collector and the gradient sum add lanes, the
+committer updates. World size 1 takes every one of these paths too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lanewise.config import NonFinite, Reduction
+from lanewise.engine.buffers import Buffers
+from lanewise.engine.collect import Collector
+from lanewise.engine.commit import Committer, Outcome
+from lanewise.engine.eager import EagerSum
+from lanewise.engine.passes import Passes
+from lanewise.engine.report import LaneReport, RankReport, exchange_reports
+from lanewise.engine.strategies import Strategy
+from lanewise.engine.unit import Unit, all_flats
+from lanewise.engine.world import World
+from lanewise.errors import ModelError
+from lanewise.lanes.schedule import Schedule
+
+
+class Engine:
+    """A prepared model and optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        world: World,
+        strategy: Strategy,
+        reduction: Reduction,
+        nonfinite: NonFinite,
+    ) -> None:
+        self.model = model
+        self.units = units
+        self.world = world
+        self.flats = all_flats(units)
+        in_order = (*reversed(units[1:]), units[0])
+        trainable = tuple(flat for unit in in_order for flat in unit.trainable)
+        self.home = strategy.home(world, units)
+        self.sum = strategy.gradient_sum(world, trainable, reduction)
+        self.collector = Collector(in_order, self.sum, names_lanes=nonfinite == "raise")
+        self.committer = Committer(world, strategy, self.home, self.sum, self.collector.parameters, nonfinite)
+        self.passes = Passes(units, self.home, self.collector.unit_complete)
+        self.buffers = Buffers(model, world.transport)
+        self._versions: list[int] = []
+        self._report = RankReport()
+        self._done: list[int] = []
+        self._schedule: Schedule
+
+    def begin_step(self, step: int, shares: Sequence[int]) -> Schedule:
+        """Plan a step in which each rank hosts so many lanes. Collective."""
+        self._step = step
+        self._check_untouched()
+        self._schedule = self.sum.schedule(shares)
+        self.sum.begin_step(self._schedule)
+        self.collector.begin_step()
+        self.buffers.begin_step()
+        self._report = RankReport(present=self.collector.present)
+        self._done = []
+        return self._schedule
+
+    def begin_lane(self, lane: int) -> None:
+        """A lane's forward comes next."""
+        self.world.transport.say(f"step {self._step}, lane {lane}")
+        self.collector.clear()
+        self._report.lanes[lane] = LaneReport()
+        self._lane = lane
+        self.passes.is_training = True
+
+    def backward(self, loss: torch.Tensor, weight: float, factor: float, is_last: bool) -> None:
+        """Add a loss to the lane. `factor` scales it; `is_last` says that the lane's gradient is then whole."""
+        report = self._report.lanes[self._lane]
+        report.loss += float(loss.detach()) * factor
+        report.weight += weight
+        report.is_padding = factor == 0.0
+        if is_last:
+            self.collector.begin(report)
+        root = factor * self.committer.scale.value
+        if root != 1.0 and loss.dtype == torch.float16:
+            loss = loss.float()
+        gradient = None if root == 1.0 else torch.full_like(loss, root)
+        self.passes.run_backward(lambda: torch.autograd.backward(loss, gradient))
+        if is_last:
+            self.collector.end()
+
+    def end_lane(self) -> None:
+        """The lane is over."""
+        self.passes.is_training = False
+        self.passes.reset()
+        self.buffers.end_lane(self._lane)
+        self._done.append(self._lane)
+        self.sum.end_round()
+
+    def idle_round(self, number: int) -> None:
+        """A round in which this rank has no lane: it only takes part in what the others exchange."""
+        leader = next(rank for rank, lane in enumerate(self._schedule.table[number]) if lane is not None)
+        for unit in self.collector.order:
+            self.home.follow(leader)
+            self.sum.deposit(unit, None)
+        self.sum.end_round()
+
+    def update(self, clip: float | None, clip_value: float | None) -> Outcome:
+        """Exchange what is left, decide, and step. Collective."""
+        transport = self.world.transport
+        transport.say(f"step {self._step}, update")
+        self.sum.finish()
+        self.committer.examine(self._report, wants_norm=clip is not None)
+        self._report.changed_buffers = self.buffers.changed()
+        num_parameters = len(self.collector.parameters)
+        where = "the report of a step"
+        report = exchange_reports(
+            self._report, transport, self._schedule, self.world.slots, num_parameters, where
+        )
+        outcome = self.committer.commit(report, clip, clip_value)
+        real_lanes = [not lane.is_padding for lane in report.lanes]
+        self.buffers.commit(report.changed_buffers, self._schedule, real_lanes)
+        self.sum.end_step()
+        self.home.publish()
+        self._versions = self._current_versions()
+        return outcome
+
+    @property
+    def lanes_done(self) -> tuple[int, ...]:
+        """The lanes of this step that this rank has computed."""
+        return tuple(self._done)
+
+    @property
+    def sends_leaves(self) -> bool:
+        """Whether gradients travel in the type that autograd made, or in the type of the sums."""
+        return isinstance(self.sum, EagerSum)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all values here. Collective, at both ends."""
+        self.passes.is_held = True
+        try:
+            for unit in self.units:
+                self.home.need(unit)
+            yield
+        finally:
+            self.passes.is_held = False
+            self.passes.reset()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank keeps, by what they are for."""
+        masters = sum(master.nbytes for master in self.committer.masters.values())
+        return {
+            **self.home.num_bytes,
+            "masters": masters,
+            **self.sum.num_bytes,
+            "optimizer": self.committer.optimizer.num_bytes,
+            "buffers": sum(tensor.nbytes for _, tensor in self.buffers.named),
+        }
+
+    def close(self) -> None:
+        """Unhook the model."""
+        self.passes.remove()
+
+    def _current_versions(self) -> list[int]:
+        if self.home.frees:
+            return []
+        return [parameter._version for flat in self.flats for parameter in flat.parameters]
+
+    def _check_untouched(self) -> None:
+        current = self._current_versions()
+        if not self._versions:
+            self._versions = current
+        if current == self._versions:
+            return
+        names = [name for flat in self.flats for name in flat.names]
+        changed = [n for n, a, b in zip(names, current, self._versions, strict=True) if a != b]
+        raise ModelError(
+            f"parameter {changed[0]!r} ({len(changed)} in all) was changed in place since the last step, outside "
+            "the optimizer. Ranks may share its memory and the optimizer may hold a wider copy, so the change "
+            "would be lost or made twice. Change parameters inside `with run.gathered(model, write=True):`."
+        )

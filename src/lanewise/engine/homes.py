@@ -1,0 +1,243 @@
+"""Where the values of parameters live between their uses, one small class for each way.
+
+A home brings a unit's values here before they are used, lets them go afterwards, and makes the optimizer's
+new values visible everywhere. It never adds a gradient and never runs a model.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from lanewise.engine import guard
+from lanewise.engine.transport.messages import MessageTransport
+from lanewise.engine.transport.protocol import Arrival
+from lanewise.engine.unit import Flat, Unit, all_flats
+from lanewise.engine.world import World
+from lanewise.lanes.layout import round_up
+
+_GATHER = "the gather of unit "
+_PAGE_BYTES = 4096
+
+
+class Home(Protocol):
+    """Keeps the values of all units."""
+
+    frees: bool
+    """Whether values go away between uses."""
+
+    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+        """Take a unit's first values, by flat: bind its parameters and keep what this rank keeps."""
+        ...
+
+    def mine(self, flat: Flat) -> torch.Tensor:
+        """The values of the slots that this rank owns, as stored."""
+        ...
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start to bring a unit here."""
+        ...
+
+    def need(self, unit: Unit) -> None:
+        """Have a unit's values here when this returns."""
+        ...
+
+    def spare(self, unit: Unit) -> None:
+        """The unit's values may go."""
+        ...
+
+    def follow(self, leader: int) -> None:
+        """Take part in the gathers of a rank that computes, up to its next exchange of another kind."""
+        ...
+
+    def publish(self) -> None:
+        """The owners have written new values: let every rank see them. Collective."""
+        ...
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Memory by what it is for; what ranks share is counted in equal parts."""
+        ...
+
+
+class PrivateHome:
+    """Every rank keeps everything for itself and updates everything (ddp)."""
+
+    frees = False
+
+    def __init__(self, world: World, units: Sequence[Unit]) -> None:
+        self._world = world
+        self._units = units
+
+    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+        """Keep all."""
+        for flat in unit.flats:
+            flat.storage = values[flat.number]
+            flat.bind()
+
+    def mine(self, flat: Flat) -> torch.Tensor:
+        """A part of the whole."""
+        low, high = self._world.my_span(flat)
+        return flat.storage[low:high]
+
+    def prefetch(self, unit: Unit) -> None:
+        """Nothing is ever away."""
+
+    def need(self, unit: Unit) -> None:
+        """Nothing is ever away."""
+
+    def spare(self, unit: Unit) -> None:
+        """Nothing ever goes."""
+
+    def follow(self, leader: int) -> None:
+        """Nothing is ever gathered."""
+
+    def publish(self) -> None:
+        """Every rank has written all values itself, from gradients that it may have read in others' memory."""
+        if self._world.transport.is_shared:
+            self._world.transport.barrier("the end of the update")
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """All of it."""
+        return {"parameters": sum(flat.num_bytes for flat in all_flats(self._units))}
+
+
+class ReplicatedHome(PrivateHome):
+    """Every rank keeps all values; owners send theirs to the others after an update (zero1, zero2)."""
+
+    def publish(self) -> None:
+        """Gather every trainable flat in place."""
+        under_way: list[Arrival] = []
+        for unit in self._units:
+            for flat in unit.trainable:
+                where = f"the gather of new values of unit {unit.name}"
+                under_way.append(self._world.transport.gather(flat.storage, self._world.spans(flat), where))
+        for arrival in under_way:
+            arrival.wait()
+
+
+class HostHome(PrivateHome):
+    """The ranks of one host map the same values: each stands once (zero1, zero2, zero3 on one host)."""
+
+    def __init__(self, world: World, units: Sequence[Unit]) -> None:
+        super().__init__(world, units)
+        starts = {}
+        num_bytes = 0
+        for flat in all_flats(units):
+            starts[flat.number] = num_bytes
+            num_bytes = round_up(num_bytes + flat.num_bytes, _PAGE_BYTES)
+        memory = world.transport.common(num_bytes)
+        for flat in all_flats(units):
+            start = starts[flat.number]
+            flat.storage = memory[start : start + flat.num_bytes].view(flat.dtype)
+
+    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+        """Write this rank's slots; the others write theirs."""
+        for flat in unit.flats:
+            low, high = self._world.my_span(flat)
+            flat.storage[low:high].copy_(values[flat.number][low:high])
+            flat.bind()
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """This rank's part."""
+        return {"parameters": sum(flat.num_bytes for flat in all_flats(self._units)) // self._world.size}
+
+
+class Place(Enum):
+    """Where the values of a unit are, under zero3 between hosts."""
+
+    AWAY = "with their owners"
+    COMING = "on their way"
+    HERE = "here"
+
+
+class ShardedHome:
+    """A rank keeps the values of its slots, and everything else only while it is used (zero3)."""
+
+    frees = True
+
+    def __init__(self, world: World, units: Sequence[Unit]) -> None:
+        self._world = world
+        self._units = units
+        self._shards: dict[int, torch.Tensor] = {}
+        self._place = {unit.number: Place.HERE for unit in units}
+        self._arrivals: dict[int, list[Arrival]] = {}
+        self._peak_bytes = 0
+
+    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+        """Keep this rank's slots; let the rest go."""
+        for flat in unit.flats:
+            flat.storage = values[flat.number]
+            low, high = self._world.my_span(flat)
+            self._shards[flat.number] = flat.storage[low:high].clone()
+            flat.bind()
+            for name, parameter in zip(flat.names, flat.parameters, strict=True):
+                guard.label(parameter, name, unit.name)
+        self.spare(unit)
+
+    def mine(self, flat: Flat) -> torch.Tensor:
+        """This rank's slots."""
+        return self._shards[flat.number]
+
+    def prefetch(self, unit: Unit) -> None:
+        """Find memory again and start the gather."""
+        if self._place[unit.number] is not Place.AWAY:
+            return
+        arrivals = []
+        for flat in unit.flats:
+            flat.storage.untyped_storage().resize_(flat.num_bytes)
+            low, high = self._world.my_span(flat)
+            flat.storage[low:high].copy_(self._shards[flat.number])
+            where = _GATHER + unit.name
+            arrivals.append(self._world.transport.gather(flat.storage, self._world.spans(flat), where))
+        self._arrivals[unit.number] = arrivals
+        self._place[unit.number] = Place.COMING
+        self._peak_bytes = max(self._peak_bytes, self._gathered_bytes())
+
+    def need(self, unit: Unit) -> None:
+        """Wait for the gather, starting it if nobody has."""
+        if self._place[unit.number] is Place.HERE:
+            return
+        self.prefetch(unit)
+        for arrival in self._arrivals.pop(unit.number):
+            arrival.wait()
+        for flat in unit.flats:
+            for index, parameter in enumerate(flat.parameters):
+                guard.bring_back(parameter, flat.view(index))
+        self._place[unit.number] = Place.HERE
+
+    def spare(self, unit: Unit) -> None:
+        """Free the unit's memory. What is on its way is let in first."""
+        if self._place[unit.number] is Place.AWAY:
+            return
+        self.need(unit)
+        for flat in unit.flats:
+            for parameter in flat.parameters:
+                guard.send_away(parameter)
+            flat.storage.untyped_storage().resize_(0)
+        self._place[unit.number] = Place.AWAY
+
+    def follow(self, leader: int) -> None:
+        """Do what the leader's headers announce: join each gather, and let the unit go again."""
+        assert isinstance(self._world.transport, MessageTransport)
+        while (words := self._world.transport.follow(leader, "a round without a lane")).startswith(_GATHER):
+            unit = next(unit for unit in self._units if words == _GATHER + unit.name)
+            self.need(unit)
+            self.spare(unit)
+
+    def publish(self) -> None:
+        """Nothing: the next gather brings the new values, and an owner joins it only after its update."""
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """The slots of this rank, and the most that was gathered at a time."""
+        shards = sum(shard.nbytes for shard in self._shards.values())
+        return {"parameters": shards, "gathered": self._peak_bytes}
+
+    def _gathered_bytes(self) -> int:
+        return sum(
+            flat.num_bytes for u in self._units for flat in u.flats if self._place[u.number] is not Place.AWAY
+        )

@@ -1,0 +1,26 @@
+"""ZeRO-1: every rank keeps parameters and gradients, and the optimizer state of its slots."""
+
+from collections.abc import Sequence
+
+from lanewise.config import Reduction
+from lanewise.engine.homes import Home, HostHome, ReplicatedHome
+from lanewise.engine.late import LateSum
+from lanewise.engine.native import NativeSum
+from lanewise.engine.unit import Flat, Unit
+from lanewise.engine.world import World
+
+
+class Zero1:
+    """See the file."""
+
+    updates_everything = False
+
+    def home(self, world: World, units: Sequence[Unit]) -> Home:
+        """A copy for each rank, or one for all on the same host."""
+        return HostHome(world, units) if world.transport.is_shared else ReplicatedHome(world, units)
+
+    def gradient_sum(self, world: World, flats: Sequence[Flat], reduction: Reduction) -> LateSum | NativeSum:
+        """Once a step."""
+        if reduction == "native":
+            return NativeSum(world, flats, keeps_all=False, every_round=False)
+        return LateSum(world, flats)

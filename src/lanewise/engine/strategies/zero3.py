@@ -1,0 +1,26 @@
+"""ZeRO-3: every rank keeps its slots of everything; a unit's parameters come here only while it runs."""
+
+from collections.abc import Sequence
+
+from lanewise.config import Reduction
+from lanewise.engine.eager import EagerSum
+from lanewise.engine.homes import Home, HostHome, ShardedHome
+from lanewise.engine.native import NativeSum
+from lanewise.engine.unit import Flat, Unit
+from lanewise.engine.world import World
+
+
+class Zero3:
+    """See the file."""
+
+    updates_everything = False
+
+    def home(self, world: World, units: Sequence[Unit]) -> Home:
+        """Sharded; on one host every value stands once in memory that all ranks map, so a gather is a read."""
+        return HostHome(world, units) if world.transport.is_shared else ShardedHome(world, units)
+
+    def gradient_sum(self, world: World, flats: Sequence[Flat], reduction: Reduction) -> EagerSum | NativeSum:
+        """As each unit's backward ends, in every round."""
+        if reduction == "native":
+            return NativeSum(world, flats, keeps_all=False, every_round=True)
+        return EagerSum(world, flats)

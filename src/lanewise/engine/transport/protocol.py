@@ -1,0 +1,100 @@
+"""What the engine asks of a transport. It moves bytes; it never adds a gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lanewise.lanes.hosting import Span
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements of a board that `peer` is to get, or that are to come from `peer`'s board."""
+
+    peer: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Board:
+    """A stretch of memory from which the other ranks may take. `peers` is empty where they cannot look."""
+
+    mine: torch.Tensor
+    peers: tuple[torch.Tensor, ...] = ()
+
+
+class Transfer(Protocol):
+    """One exchange, opened by every rank of the world in the same order."""
+
+    def take(self) -> list[torch.Tensor]:
+        """Wait for what was to come, in the order in which it was asked for."""
+        ...
+
+    def close(self) -> None:
+        """Say that what was taken has been used and may be overwritten."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until every other rank has closed, so that what was offered may be overwritten."""
+        ...
+
+
+class Arrival(Protocol):
+    """A gather that is under way."""
+
+    def wait(self) -> None:
+        """Return when every rank's part is there."""
+        ...
+
+
+class Transport(Protocol):
+    """The ranks of a run, and the ways to exchange with them.
+
+    Every call is collective: all ranks make the same calls in the same order. `where` says in words what
+    is being done, for the error if they do not, or if a rank does not come.
+    """
+
+    rank: int
+    size: int
+    is_shared: bool
+    """Whether all ranks map the same memory, so that a value need stand only once."""
+
+    def board(self, numel: int, dtype: torch.dtype) -> Board:
+        """Memory to exchange from. Ranks may ask for different sizes."""
+        ...
+
+    def common(self, num_bytes: int) -> torch.Tensor:
+        """Memory that all ranks map, zeroed. Only where `is_shared`."""
+        ...
+
+    def open(
+        self, board: Board, outgoing: Sequence[Stretch], incoming: Sequence[Stretch], where: str
+    ) -> Transfer:
+        """Offer stretches of my board and ask for stretches of others'."""
+        ...
+
+    def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> Arrival:
+        """Send my span of `whole` to all ranks and receive theirs in place."""
+        ...
+
+    def share(self, values: torch.Tensor, where: str) -> torch.Tensor:
+        """Give a few numbers to all ranks; returns one row for each."""
+        ...
+
+    def broadcast(self, values: torch.Tensor, where: str) -> None:
+        """Overwrite `values` with rank 0's."""
+        ...
+
+    def barrier(self, where: str) -> None:
+        """Return when all ranks have come here."""
+        ...
+
+    def say(self, what: str) -> None:
+        """Leave word of what this rank does now, for the error message of a rank that waits for it."""
+        ...
+
+    def close(self, in_peace: bool) -> None:
+        """Give everything back. `in_peace` says that this rank ends as planned."""
+        ...

@@ -1,0 +1,241 @@
+"""Exchange through memory that the ranks of one host map together: nothing is sent, it is read in place.
+
+Memory is made with memfd and opened by the peers through /proc, so it has no name: it cannot outlive the
+processes that map it, however they die, and is not bound by the size of /dev/shm. It is allocated before
+it is used, so that a host without enough says so here and not with a SIGBUS later.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lanewise.engine import exchange
+from lanewise.engine.transport.protocol import Board, Stretch
+from lanewise.engine.transport.waiting import Counter, Watch, wait_until
+from lanewise.errors import ExchangeError
+from lanewise.lanes.hosting import Span
+
+_POSTED, _OPENED, _CLOSED = 0, 64, 128
+_WORDS_START, _WORDS_LENGTH = 256, 512
+_MAIL_START, _MAIL_BYTES = 4096, 1 << 16
+_PAGE_BYTES = _MAIL_START + 2 * _MAIL_BYTES
+
+
+class _Memory:
+    """One mapping and the tensor that shows it."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.mapping = mapping
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+class SharedTransport:
+    """The ranks of one host. See `protocol.Transport`."""
+
+    is_shared = True
+
+    def __init__(self, store: exchange.Store | None, rank: int, size: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._store = store
+        self._spin = size <= (os.cpu_count() or 1)
+        self._num_allocations = 0
+        self._memories: list[_Memory] = []
+        self._watch = Watch(self._tell("pid", os.getpid()))
+        pages = self._allocate(_PAGE_BYTES)
+        self._pages = [page.mapping for page in pages]
+        self._mail = [page.tensor[_MAIL_START:] for page in pages]
+        self._posted = [Counter(page, _POSTED) for page in self._pages]
+        self._opened = [Counter(page, _OPENED) for page in self._pages]
+        self._closed = [Counter(page, _CLOSED) for page in self._pages]
+        self._num_transfers = 0
+
+    def board(self, numel: int, dtype: torch.dtype) -> Board:
+        """Memory that the others may read."""
+        memories = self._allocate(max(numel * dtype.itemsize, 1))
+        views = tuple(
+            memory.tensor[: memory.tensor.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            for memory in memories
+        )
+        return Board(views[self.rank], views)
+
+    def common(self, num_bytes: int) -> torch.Tensor:
+        """One stretch of memory that all ranks map."""
+        return self._allocate(max(num_bytes, 1) if self.rank == 0 else 0)[0].tensor
+
+    def open(
+        self, board: Board, outgoing: Sequence[Stretch], incoming: Sequence[Stretch], where: str
+    ) -> "SharedTransfer":
+        """Let the others read; nothing moves."""
+        self._num_transfers = self._opened[self.rank].advance()
+        return SharedTransfer(self, self._num_transfers, board, incoming, where)
+
+    def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> "SharedArrival":
+        """Bring every rank's span together. `whole` is private memory; it goes through the mail."""
+        for owner, (start, stop) in enumerate(spans):
+            self._relay(owner, whole[start:stop], where)
+        return SharedArrival()
+
+    def share(self, values: torch.Tensor, where: str) -> torch.Tensor:
+        """Give a few numbers to all ranks."""
+        flat = values.detach().contiguous().view(torch.uint8).reshape(-1)
+        rows = torch.empty(self.size, flat.numel(), dtype=torch.uint8)
+        for start in range(0, max(flat.numel(), 1), _MAIL_BYTES):
+            part = flat[start : start + _MAIL_BYTES]
+            box = self._box()
+            self._mail[self.rank][box : box + part.numel()].copy_(part)
+            self._meet(where)
+            for peer in range(self.size):
+                rows[peer, start : start + part.numel()] = self._mail[peer][box : box + part.numel()]
+        return rows.view(values.dtype).view(self.size, *values.shape)
+
+    def broadcast(self, values: torch.Tensor, where: str) -> None:
+        """Overwrite with rank 0's, by way of the mail."""
+        self._relay(0, values.view(-1), where)
+
+    def barrier(self, where: str) -> None:
+        """Return when all ranks have come here."""
+        self._meet(where)
+
+    def say(self, what: str) -> None:
+        """Leave word in the shared page."""
+        words = what.encode()[: _WORDS_LENGTH - 1]
+        self._pages[self.rank][_WORDS_START : _WORDS_START + len(words) + 1] = words + b"\0"
+
+    def close(self, in_peace: bool) -> None:
+        """Unmap everything that no tensor uses any more."""
+        for counter in (*self._posted, *self._opened, *self._closed):
+            counter.release()
+        self._watch.close()
+        self._pages.clear()
+        self._mail.clear()
+        self._memories.clear()
+
+    def wait_opened(self, number: int, peers: Sequence[int], where: str) -> None:
+        """Wait until these ranks have opened so many transfers."""
+        self._wait([(peer, self._opened[peer], number) for peer in peers], where)
+
+    def wait_closed(self, number: int, where: str) -> None:
+        """Wait until all other ranks have closed so many transfers."""
+        self._wait([(p, self._closed[p], number) for p in range(self.size) if p != self.rank], where)
+
+    def close_transfer(self) -> None:
+        """Count one more closed transfer."""
+        self._closed[self.rank].advance()
+
+    def _box(self) -> int:
+        """The half of the mail that no rank can still be reading: all have passed the meeting after it."""
+        return self._posted[self.rank].value % 2 * _MAIL_BYTES
+
+    def _meet(self, where: str) -> None:
+        number = self._posted[self.rank].advance()
+        self._wait([(p, self._posted[p], number) for p in range(self.size) if p != self.rank], where)
+
+    def _relay(self, owner: int, values: torch.Tensor, where: str) -> None:
+        flat = values.detach().view(torch.uint8)
+        for start in range(0, flat.numel(), _MAIL_BYTES):
+            part = flat[start : start + _MAIL_BYTES]
+            box = self._box()
+            if owner == self.rank:
+                self._mail[owner][box : box + part.numel()].copy_(part)
+            self._meet(where)
+            if owner != self.rank:
+                part.copy_(self._mail[owner][box : box + part.numel()])
+
+    def _wait(self, awaited: Sequence[tuple[int, Counter, int]], where: str) -> None:
+        wait_until(
+            awaited, self._watch, self.timeout, lambda r, what: self._explain(r, what, where), self._spin
+        )
+
+    def _explain(self, ranks: tuple[int, ...], what: str, where: str) -> str:
+        lines = [f"rank {self.rank} waited in {where}:"]
+        for rank in ranks:
+            page = self._pages[rank][_WORDS_START : _WORDS_START + _WORDS_LENGTH]
+            words = page.split(b"\0")[0].decode(errors="replace") or "nothing yet"
+            pid = self._watch.pids[rank]
+            lines.append(
+                f"rank {rank} (pid {pid}) {what}; it is {self._watch.state(rank)}; its last word: {words}."
+            )
+        lines.append("Look at that rank's own output; a longer wait is set with timeout=.")
+        return " ".join(lines)
+
+    def _tell(self, what: str, value: Any) -> list[Any]:
+        if self._store is None:
+            return [value]
+        self._num_allocations += 1
+        key = f"shared/{self._num_allocations}/{what}"
+        return exchange.tell_all(self._store, self.rank, self.size, key, value, self.timeout)
+
+    def _allocate(self, num_bytes: int) -> list[_Memory]:
+        """Allocate so much here, learn what the others allocated, and map all of it. 0 allocates nothing."""
+        made = None
+        handle = None
+        problem = None
+        if num_bytes:
+            handle = os.memfd_create("lanewise", os.MFD_CLOEXEC)
+            try:
+                os.posix_fallocate(handle, 0, num_bytes)
+                made = _Memory(mmap.mmap(handle, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+            except OSError as error:
+                problem = f"rank {self.rank} could not allocate {num_bytes} bytes of shared memory: {error}"
+        told = self._tell("memory", [os.getpid(), handle, num_bytes, problem])
+        problems = [entry[3] for entry in told if entry[3]]
+        if problems:
+            raise ExchangeError(f"{'; '.join(problems)}. Use fewer ranks on this host, or exchange='gloo'.")
+        memories = []
+        for peer, (pid, peer_handle, peer_bytes, _) in enumerate(told):
+            if peer == self.rank and made:
+                memories.append(made)
+            elif peer_bytes:
+                memories.append(self._map(pid, peer_handle, peer_bytes))
+        self._tell("mapped", None)
+        if handle is not None:
+            os.close(handle)
+        self._memories.extend(memories)
+        return memories
+
+    def _map(self, pid: int, handle: int, num_bytes: int) -> _Memory:
+        opened = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return _Memory(mmap.mmap(opened, num_bytes, mmap.MAP_SHARED))
+        finally:
+            os.close(opened)
+
+
+class SharedTransfer:
+    """A transfer in which nothing moves: taking is looking. See `protocol.Transfer`."""
+
+    def __init__(
+        self, transport: SharedTransport, number: int, board: Board, incoming: Sequence[Stretch], where: str
+    ) -> None:
+        self._transport = transport
+        self._number = number
+        self._board = board
+        self._incoming = incoming
+        self._where = where
+
+    def take(self) -> list[torch.Tensor]:
+        """The peers' own memory, once they have opened this transfer."""
+        peers = sorted({stretch.peer for stretch in self._incoming})
+        self._transport.wait_opened(self._number, peers, self._where)
+        return [self._board.peers[s.peer][s.span[0] : s.span[1]] for s in self._incoming]
+
+    def close(self) -> None:
+        """Count this transfer as closed."""
+        self._transport.close_transfer()
+
+    def drain(self) -> None:
+        """Wait until the others have counted it."""
+        self._transport.wait_closed(self._number, self._where)
+
+
+class SharedArrival:
+    """A gather that was over when it was started."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""

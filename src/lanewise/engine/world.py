@@ -1,0 +1,63 @@
+"""Who owns what: the ranks, their slots, and the flats cut along them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lanewise.engine.transport.protocol import Transport
+from lanewise.engine.unit import Flat
+from lanewise.lanes.hosting import Span, even, spans
+from lanewise.lanes.layout import pieces
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run and the slots each of them owns."""
+
+    transport: Transport
+    lanes: int
+    device: torch.device
+    piece_limit: int
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.transport.size
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All ranks but this one."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+    @property
+    def slots(self) -> tuple[Span, ...]:
+        """The slots of every rank."""
+        return spans(even(self.lanes, self.size))
+
+    def spans(self, flat: Flat) -> tuple[Span, ...]:
+        """The elements of a flat that each rank owns."""
+        return tuple(flat.layout.span(slots) for slots in self.slots)
+
+    def my_span(self, flat: Flat) -> Span:
+        """The elements of a flat that this rank owns."""
+        return flat.layout.span(self.slots[self.rank])
+
+    def pieces(self, flat: Flat) -> tuple[tuple[Span, ...], ...]:
+        """What is exchanged at once: a stretch of every owner's span."""
+        return pieces(self.spans(flat), self.piece_limit)
+
+
+def offsets(flats: Sequence[Flat]) -> tuple[dict[int, int], int]:
+    """Where each flat begins in a row that holds them all, and the length of the row."""
+    starts = {}
+    position = 0
+    for flat in flats:
+        starts[flat.number] = position
+        position += flat.layout.length
+    return starts, position

@@ -1,0 +1,99 @@
+"""The one reader of the environment. Everything else gets what it needs as arguments."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lanewise.errors import SettingsError
+
+OVERRIDES = "LANEWISE_OVERRIDES"
+"""Settings that the launcher puts over the script's, as JSON."""
+RECORD = "LANEWISE_RECORD"
+"""What a proof wants recorded, as JSON."""
+
+NUMERIC_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables that change the bits of a kernel, so that ranks must agree on them."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher (ours, torchrun, mpirun by hand) says about this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    attempt: str = "0"
+    launcher_serves_store: bool = False
+
+
+def launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Read the variables that torchrun sets. Without them this is a world of one."""
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return Launch()
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in environ]
+    if missing:
+        raise SettingsError(
+            f"the environment names only part of a launch: {', '.join(missing)} not set. Start the script "
+            "with `lanewise run` or `torchrun`, or unset RANK and WORLD_SIZE to run alone."
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        text = environ.get(name, environ["RANK"] if name == "LOCAL_RANK" else "")
+        if not text.isdecimal():
+            raise SettingsError(f"the environment variable {name} must be a whole number, found {text!r}.")
+        numbers[name] = int(text)
+    if not numbers["RANK"] < numbers["WORLD_SIZE"]:
+        raise SettingsError(
+            f"the environment says RANK={numbers['RANK']} of WORLD_SIZE={numbers['WORLD_SIZE']}: "
+            "ranks count from 0 and stay below the world size."
+        )
+    return Launch(
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        address=environ["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        launcher_serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def overrides(environ: Mapping[str, str] = os.environ) -> dict[str, object]:
+    """The settings that the launcher puts over the script's own."""
+    return _json_object(environ, OVERRIDES)
+
+
+def record(environ: Mapping[str, str] = os.environ) -> dict[str, object]:
+    """What a proof wants recorded, or nothing."""
+    return _json_object(environ, RECORD)
+
+
+def numeric_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that change bits and are set."""
+    return {name: environ[name] for name in NUMERIC_VARIABLES if name in environ}
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable that a library reads at its start, unless the user has."""
+    os.environ.setdefault(name, value)
+
+
+def _json_object(environ: Mapping[str, str], name: str) -> dict[str, object]:
+    try:
+        value = json.loads(environ.get(name, "{}"))
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"the environment variable {name} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise SettingsError(f"the environment variable {name} must hold a JSON object, found {value!r}.")
+    return value

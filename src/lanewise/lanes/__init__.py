@@ -1,0 +1,1 @@
+"""The arithmetic of lanes and slots: integers only, no torch, no communication."""

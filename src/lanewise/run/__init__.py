@@ -1,0 +1,1 @@
+"""A run as its user meets it: start, prepare, steps, digest."""

@@ -1,0 +1,248 @@
+"""The run: what `lw.start` returns, and everything its user calls."""
+
+import atexit
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lanewise import config, env
+from lanewise.config import ExchangeKind, NonFinite, Precision, Reduction, Strategy
+from lanewise.data.loader import Loader, Portion, make_loader
+from lanewise.data.partition import Partition
+from lanewise.engine import device as devices
+from lanewise.engine import randomness
+from lanewise.engine.commit import Outcome
+from lanewise.engine.engine import Engine
+from lanewise.engine.find import Selector
+from lanewise.engine.first_values import Init
+from lanewise.engine.precision import COLUMNS, truth_table
+from lanewise.engine.prepare import prepare
+from lanewise.engine.transport.protocol import Transport
+from lanewise.engine.world import World
+from lanewise.errors import SettingsError, StepError
+from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
+from lanewise.lanes.hosting import even, weighted
+from lanewise.run import digest as digests
+from lanewise.run.connect import connect
+from lanewise.run.loop import Step
+
+
+def start(
+    *,
+    lanes: int = 8,
+    strategy: Strategy = "ddp",
+    seed: int = 0,
+    reduction: Reduction = "exact",
+    precision: Precision = "model",
+    micro_batches: int = 1,
+    nonfinite: NonFinite = "raise",
+    exchange: ExchangeKind = "auto",
+    hosting: str | Sequence[float] = "even",
+    threads: int = 1,
+    timeout: timedelta | float = timedelta(seconds=30),
+    allow_mixed: bool = False,
+    sinks: Sequence[Sink] | None = None,
+) -> "Run":
+    """Start a run: connect the ranks of this launch and agree on its settings.
+
+    Settings that `lanewise run` was given win over these, with a notice. Without a launcher this process
+    is a world of its own.
+
+    >>> import lanewise as lw
+    >>> run = lw.start(lanes=8, strategy="zero3", seed=0)      # doctest: +SKIP
+    """
+    script = {name: value for name, value in locals().items() if name != "sinks"}
+    settings, notices = config.settings(script, env.overrides())
+    launch = env.launch()
+    device = devices.choose(launch.local_rank)
+    devices.settle(device, settings.threads, settings.reduction == "exact")
+    if device.type == "cpu":
+        devices.keep_freed_memory()
+    report = Reporter([])
+    if launch.rank == 0:
+        report.sinks.extend([console] if sinks is None else sinks)
+    for text in notices:
+        report(Notice(text))
+    transport = connect(launch, settings, device, lambda text: report(Notice(text)))
+    return Run(settings, transport, device, report)
+
+
+class Run:
+    """A started run. Made by `lw.start`."""
+
+    def __init__(
+        self, settings: config.Settings, transport: Transport, device: torch.device, report: Reporter
+    ) -> None:
+        self.settings = settings
+        self.device = device
+        """Where batches are put and models are prepared."""
+        self._transport = transport
+        self._report = report
+        self._engine: Engine | None = None
+        self._is_closed = False
+        self.position = 0
+        """Steps committed since the beginning of the run."""
+        self.shares: tuple[int, ...] = ()
+        """Lanes that each rank hosts."""
+        self.rehost(settings.hosting)
+        self._record = env.record()
+        if self.world_size > settings.lanes:
+            report(
+                Notice(
+                    f"{self.world_size} ranks share {settings.lanes} lanes: ranks {settings.lanes} to "
+                    f"{self.world_size - 1} host none and only wait. Use more lanes or fewer ranks."
+                )
+            )
+        randomness.seed_all(settings.seed)
+        atexit.register(self.close)
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self._transport.size
+
+    @property
+    def engine(self) -> Engine:
+        """What `prepare` made."""
+        if self._engine is None:
+            raise StepError("call run.prepare(model, optimizer) first.")
+        return self._engine
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        units: Sequence[Selector] | None = None,
+        init: Init | None = None,
+        weights: str | Path | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Take over a model and its optimizer; returns both, ready for `steps`. Call it once.
+
+        `units` chooses what is gathered and exchanged together (names, modules, or classes of modules);
+        without it the elements of the model's lists of blocks are taken. A model on the meta device gets its
+        values unit by unit: from `weights` (a safetensors file), from `init` (a function of name and tensor),
+        or from each module's own `reset_parameters`.
+
+        >>> model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters()))   # doctest: +SKIP
+        """
+        if self._engine is not None:
+            raise StepError("run.prepare was called twice; a run trains one model with one optimizer.")
+        world = World(self._transport, self.settings.lanes, self.device, devices.piece_limit(self.device))
+
+        def notify(text: str) -> None:
+            self._report(Notice(text))
+
+        self._engine = prepare(model, optimizer, self.settings, world, units, init, weights, notify)
+        rows = truth_table(self._engine.flats, self._engine.sends_leaves)
+        self._report(Table("what is kept in which type", COLUMNS, rows))
+        return model, optimizer
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        partition: Partition = "uniform",
+        key: Callable[[int], Hashable] | None = None,
+    ) -> Loader:
+        """Load a map-style data set. `batch_size` is the global batch: every lane gets an equal part of it.
+
+        >>> loader = run.loader(dataset, batch_size=64, shuffle=True)      # doctest: +SKIP
+        """
+        return make_loader(
+            dataset, batch_size, self.settings.lanes, self.settings.seed, self.settings.micro_batches, shuffle,
+            drop_last, num_workers, collate_fn, partition, key,
+        )  # fmt: skip
+
+    def steps(self, loader: Loader, total: int | None = None, epochs: int | None = None) -> Iterator[Step]:
+        """The steps from where the run is: to the end of this epoch, of `epochs` more, or up to step `total`.
+
+        >>> for step in run.steps(loader, total=1000):      # doctest: +SKIP
+        ...     for x, y in step:
+        ...         step.backward(loss_fn(model(x), y))
+        ...     step.update()
+        """
+        if total is not None and epochs is not None:
+            raise SettingsError("run.steps takes total= or epochs=, not both.")
+        if total is None:
+            total = (self.position // len(loader) + (1 if epochs is None else epochs)) * len(loader)
+        limit = self._record.get("steps")
+        if isinstance(limit, int):
+            total = min(total, limit)
+        while self.position < total:
+            shares = self.shares
+            batches = loader.stream(self._portions(loader, self.position, total), self.device)
+            while self.position < total and self.shares == shares:
+                step = Step(self, self.position, batches, self.settings.micro_batches)
+                yield step
+                if not step.is_updated:
+                    raise StepError(f"step {step.index}: the loop went on without step.update().")
+
+    def gathered(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Have all parameters whole on this rank, to evaluate, generate or export. Call it on all ranks."""
+        return self.engine.gathered()
+
+    def digest(self) -> str:
+        """A hash of all parameters and optimizer state, the same for any number of ranks. Call it on all."""
+        return digests.digest(self.engine)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank keeps for the run, by what they are for."""
+        return self.engine.memory()
+
+    def log(self, **values: float) -> None:
+        """Report values of your own, with the number of the last step."""
+        self._report(Scalars(self.position, {name: float(value) for name, value in values.items()}))
+
+    def rehost(self, hosting: str | Sequence[float]) -> None:
+        """Choose how many lanes each rank hosts from the next step on. Never changes a bit of the result."""
+        ranks = min(self.world_size, self.settings.lanes)
+        if isinstance(hosting, str):
+            shares = even(self.settings.lanes, ranks)
+        elif len(hosting) != self.world_size:
+            raise SettingsError(
+                f"hosting names {len(hosting)} weights for {self.world_size} ranks; give one for each rank."
+            )
+        else:
+            try:
+                shares = weighted(self.settings.lanes, hosting)
+            except ValueError as error:
+                raise SettingsError(f"hosting: {error}.") from error
+        self.shares = shares + (0,) * (self.world_size - len(shares))
+
+    def close(self) -> None:
+        """Leave the run: unhook the model and disconnect. Happens by itself when the process ends."""
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self.close)
+            if self._engine is not None:
+                self._engine.close()
+            self._transport.close(in_peace=not hasattr(sys, "last_value"))
+
+    def _portions(self, loader: Loader, first: int, total: int) -> Iterator[Portion]:
+        """What this rank will compute from a step on, in order, as long as lanes stay where they are."""
+        schedule = self.engine.sum.schedule(self.shares)
+        for step in range(first, total):
+            for lane in schedule.lanes_of(self.rank):
+                yield from loader.portions(step, lane)
+
+    def _after_update(self, step: Step, outcome: Outcome) -> None:
+        self.position += 1
+        self._report(StepDone(step.index, outcome.loss, outcome.grad_norm, outcome.skipped))
