@@ -36,7 +36,11 @@ class RankError(AssertionError):
 
 def _enter(rank: int, world: int, port: int, environment: dict[str, str], job: Any, out: Connection) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     os.environ.update(environment)
     import warnings
@@ -54,7 +58,9 @@ def _enter(rank: int, world: int, port: int, environment: dict[str, str], job: A
 class Ranks:
     """Running ranks, for tests that act on them from outside."""
 
-    def __init__(self, world: int, function: Callable[..., Any], *arguments: Any, environment=None, **keywords: Any):
+    def __init__(
+        self, world: int, function: Callable[..., Any], *arguments: Any, environment=None, **keywords: Any
+    ):
         port = free_port()
         self.processes, self.pipes = [], []
         self.results: dict[int, tuple] = {}
@@ -92,7 +98,9 @@ class Ranks:
         return self.results
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120, **keywords: Any) -> list:
+def run_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120, **keywords: Any
+) -> list:
     """Run a function on every rank; the values by rank. Raises the first error of any rank."""
     environment = keywords.pop("environment", None)
     results = Ranks(world, function, *arguments, environment=environment, **keywords).join(timeout)

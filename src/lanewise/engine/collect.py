@@ -84,4 +84,4 @@ class Collector:
                 if self._names_lanes and self._lane.first_bad < 0 and not is_finite(gradient):
                     self._lane.first_bad = index
             gradients.append(gradient)
-        return Leaf(flat.layout, gradients)
+        return Leaf(flat.layout, gradients, flat.storage.device)

@@ -56,8 +56,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for what was started on a GPU; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def piece_limit(device: torch.device) -> int:
-    """Elements to exchange at once: enough to be worth a message, few enough to stay in a cache."""
-    return 1 << 21 if device.type == "cpu" else 1 << 26

@@ -1,8 +1,8 @@
 """The eager sum: every unit's gradient goes to its owners as soon as it is there, in every round.
 
 Used where a rank keeps only its slots' gradients (zero2, zero3). The owner keeps the pending subtrees and
-merges siblings as they arrive. A unit is exchanged in pieces through a small ring of buffers, so that no
-rank holds a second copy of a large unit.
+merges siblings as they arrive. A unit is exchanged in pieces, so that no rank holds a second copy of a
+large one.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lanewise.engine.sum import Addend, Leaf, carry_out
-from lanewise.engine.transport.protocol import Board, Stretch, Transfer
+from lanewise.engine.transport.protocol import Board, Incoming, Outgoing, Transfer
 from lanewise.engine.unit import Flat, Unit
 from lanewise.engine.world import World
 from lanewise.lanes.hosting import Span
@@ -27,6 +27,8 @@ _RING = 3
 
 @dataclass
 class _Open:
+    """A piece of a flat that is being exchanged in a round, with this rank's own leaf."""
+
     flat: Flat
     piece: tuple[Span, ...]
     transfer: Transfer
@@ -43,9 +45,11 @@ class EagerSum:
         self._flats = tuple(flats)
         self._pieces = {flat.number: world.pieces(flat) for flat in flats}
         self._schedule: Schedule | None = None
-        self._rings: dict[torch.dtype, _Ring] = {}
+        self._offers: dict[torch.dtype, _Ring | _Parcels] = {}
         for dtype in dict.fromkeys(flat.dtype for flat in self._flats):
-            self._rings[dtype] = _Ring(world, [f for f in self._flats if f.dtype == dtype], dtype)
+            pieces = [piece for f in self._flats if f.dtype == dtype for piece in self._pieces[f.number]]
+            is_shared = world.transport.is_shared
+            self._offers[dtype] = _Ring(world, pieces, dtype) if is_shared else _Parcels(world, dtype)
         self._registers: dict[int, list[torch.Tensor]] = {flat.number: [] for flat in self._flats}
 
     def schedule(self, shares: Sequence[int]) -> Schedule:
@@ -69,12 +73,13 @@ class EagerSum:
 
     def deposit(self, unit: Unit, leaves: Sequence[Leaf] | None) -> None:
         """Send one lane's gradients of a unit to their owners. None: this rank only receives this round."""
+        assert self._schedule is not None
+        row = self._schedule.table[self._number]
+        senders = [rank for rank in self._world.others if row[rank] is not None]
         for number, flat in enumerate(unit.trainable):
-            ring = self._rings[flat.dtype]
+            leaf = leaves[number] if leaves is not None else None
             for piece in self._pieces[flat.number]:
-                leaf = leaves[number] if leaves is not None else None
-                where = f"the exchange of gradients of unit {flat.unit_name}"
-                transfer = ring.offer(flat, piece, leaf, self._hosts(), where)
+                transfer = self._offers[flat.dtype].open(flat, piece, leaf, senders)
                 self._opened.append(_Open(flat, piece, transfer, leaf, self._number))
                 while len(self._opened) > _LAG:
                     self._collect()
@@ -99,33 +104,27 @@ class EagerSum:
 
     def end_step(self) -> None:
         """All ranks are done with each other's gradients."""
-        for ring in self._rings.values():
-            ring.drain()
+        for offers in self._offers.values():
+            offers.drain()
 
     @property
     def num_bytes(self) -> dict[str, int]:
         """Memory by what it is for."""
         pending = sum(t.nbytes for registers in self._registers.values() for t in registers)
-        return {"gradients": pending, "exchange": sum(ring.num_bytes for ring in self._rings.values())}
-
-    def _hosts(self) -> dict[int, int]:
-        """The lane that each rank computes in this round, where it computes one."""
-        assert self._schedule is not None
-        row = self._schedule.table[self._number]
-        return {rank: lane for rank, lane in enumerate(row) if lane is not None}
+        return {"gradients": pending, "exchange": sum(offers.num_bytes for offers in self._offers.values())}
 
     def _collect(self) -> None:
         item = self._opened.popleft()
         assert self._schedule is not None
-        row = self._schedule.table[item.number]
-        senders = [rank for rank in self._world.others if row[rank] is not None]
-        addends: dict[tuple[int, int], Addend] = {}
-        for rank, tensor in zip(senders, item.transfer.take(), strict=True):
-            addends[leaf_node(row[rank] or 0)] = tensor
+        lanes = self._schedule.table[item.number]
         me = self._world.rank
+        sent = [lanes[rank] for rank in self._world.others if lanes[rank] is not None]
+        addends: dict[tuple[int, int], Addend] = {}
+        for lane, tensor in zip(sent, item.transfer.take(), strict=True):
+            addends[leaf_node(lane or 0)] = tensor
         low, high = item.piece[me]
         if item.leaf is not None:
-            addends[leaf_node(row[me] or 0)] = item.leaf.parts((low, high))
+            addends[leaf_node(lanes[me] or 0)] = item.leaf.parts((low, high))
         start = self._world.my_span(item.flat)[0]
         registers = [r[low - start : high - start] for r in self._registers[item.flat.number]]
         carry_out(self._program.rounds[item.number], registers, addends)
@@ -133,13 +132,11 @@ class EagerSum:
 
 
 class _Ring:
-    """A few buffers to lay out the pieces that other ranks own, used one after the other."""
+    """Offers where memory is shared: a few buffers on a board, used one after the other."""
 
-    def __init__(self, world: World, flats: Sequence[Flat], dtype: torch.dtype) -> None:
+    def __init__(self, world: World, pieces: Sequence[tuple[Span, ...]], dtype: torch.dtype) -> None:
         self._world = world
-        largest = max(
-            sum(high - low for low, high in piece) for flat in flats for piece in world.pieces(flat)
-        )
+        largest = max(sum(high - low for low, high in piece) for piece in pieces)
         self._length = largest if world.size > 1 else 0
         self._board: Board = world.transport.board(_RING * self._length, dtype)
         self._in_use: list[Transfer | None] = [None] * _RING
@@ -149,8 +146,8 @@ class _Ring:
     def num_bytes(self) -> int:
         return self._board.mine.nbytes
 
-    def offer(
-        self, flat: Flat, piece: tuple[Span, ...], leaf: Leaf | None, hosts: dict[int, int], where: str
+    def open(
+        self, flat: Flat, piece: tuple[Span, ...], leaf: Leaf | None, senders: Sequence[int]
     ) -> Transfer:
         """Lay out what others own of a piece, and open its exchange."""
         number, self._next = self._next, (self._next + 1) % _RING
@@ -158,25 +155,19 @@ class _Ring:
         used = self._in_use[number]
         if used is not None:
             used.drain()
-        outgoing = []
         if leaf is not None:
             for peer in self._world.others:
                 low, high = self._section(start, piece, self._world.rank, peer)
-                target = self._board.mine[low:high]
-                leaf.parts(piece[peer]).copy_to(target)
-                outgoing.append(Stretch(peer, (low, high)))
+                leaf.parts(piece[peer]).copy_to(self._board.mine[low:high])
         me = self._world.rank
-        incoming = [
-            Stretch(peer, self._section(start, piece, peer, me))
-            for peer in self._world.others
-            if peer in hosts
-        ]
-        transfer = self._world.transport.open(self._board, outgoing, incoming, where)
+        incoming = [Incoming(peer, self._section(start, piece, peer, me), ()) for peer in senders]
+        where = f"the exchange of gradients of {flat.unit_name}"
+        transfer = self._world.transport.open(self._board, [], incoming, where)
         self._in_use[number] = transfer
         return transfer
 
     def drain(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until nobody reads any more."""
         for transfer in self._in_use:
             if transfer is not None:
                 transfer.drain()
@@ -190,3 +181,43 @@ class _Ring:
             if peer != sender:
                 start += high - low
         raise AssertionError("an owner is one of the ranks")
+
+
+class _Parcels:
+    """Offers as messages: gradients are sent from where they lie."""
+
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self._world = world
+        self._dtype = dtype
+        self._board = Board(torch.empty(0, dtype=dtype, device=world.device))
+        self._on_their_way: deque[Transfer] = deque()
+        self._received_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._received_bytes
+
+    def open(
+        self, flat: Flat, piece: tuple[Span, ...], leaf: Leaf | None, senders: Sequence[int]
+    ) -> Transfer:
+        """Send what others own of a piece, and receive what this rank owns."""
+        alone = self._world.transport.sends_alone
+        mine = piece[self._world.rank]
+        outgoing = []
+        if leaf is not None:
+            outgoing = [Outgoing(p, leaf.parcels(piece[p], alone, self._dtype)) for p in self._world.others]
+        segments = flat.layout.segments(mine, alone)
+        incoming = [Incoming(peer, mine, segments) for peer in senders]
+        where = f"the exchange of gradients of {flat.unit_name}"
+        transfer = self._world.transport.open(self._board, outgoing, incoming, where)
+        self._on_their_way.append(transfer)
+        while len(self._on_their_way) > _RING:
+            self._on_their_way.popleft().drain()
+        now = (_LAG + 1) * len(senders) * (mine[1] - mine[0]) * self._dtype.itemsize
+        self._received_bytes = max(self._received_bytes, now)
+        return transfer
+
+    def drain(self) -> None:
+        """Wait until everything has left."""
+        while self._on_their_way:
+            self._on_their_way.popleft().drain()

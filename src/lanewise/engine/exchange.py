@@ -10,6 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -112,14 +113,48 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def isend(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-    """Start to send a contiguous tensor."""
-    return group.send([tensor], peer, tag)
+@dataclass
+class Channel:
+    """Messages between pairs of ranks of a group, with errors that name the rank at the other end."""
 
+    group: Group
+    rank: int
+    timeout: timedelta
+    has_failed: bool = False
 
-def irecv(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-    """Start to receive into a contiguous tensor."""
-    return group.recv([tensor], peer, tag)
+    def isend(self, tensor: torch.Tensor, peer: int, tag: int, where: str) -> Work:
+        """Start to send a contiguous tensor."""
+        try:
+            return self.group.send([tensor], peer, tag)
+        except RuntimeError as error:
+            raise self._lost(peer, where, error) from error
+
+    def irecv(self, tensor: torch.Tensor, peer: int, tag: int, where: str) -> Work:
+        """Start to receive into a contiguous tensor."""
+        try:
+            return self.group.recv([tensor], peer, tag)
+        except RuntimeError as error:
+            raise self._lost(peer, where, error) from error
+
+    def wait(self, work: Work, peer: int, where: str) -> None:
+        """Wait for one message."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer, where, error) from error
+
+    def _lost(self, peer: int, where: str, error: RuntimeError) -> PeerLostError:
+        self.has_failed = True
+        reason = first_line(error)
+        is_late = "timed out" in reason.lower()
+        what = (
+            f"did not come within {self.timeout.total_seconds():g} s" if is_late else "has ended or hung up"
+        )
+        return PeerLostError(
+            (peer,),
+            f"rank {self.rank} waited in {where}: rank {peer} {what} ({reason}). Look at that rank's own output; a "
+            "longer wait is set with timeout=.",
+        )
 
 
 def all_to_all(

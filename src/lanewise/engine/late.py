@@ -1,7 +1,7 @@
-"""The late sum: a rank adds its own lanes, and sends each owner its subtrees once, at the end.
+"""The late sum: a rank adds its own lanes, and sends each owner its subtrees once.
 
-Used where a rank keeps whole gradients anyway (ddp, zero1). The exchange of a unit starts when the last
-lane of this rank has left it, so it overlaps with the rest of that backward pass.
+Used where a rank keeps whole gradients anyway (ddp, zero1). Where an exchange can overlap a computation,
+that of a unit starts when the last lane of this rank has left it; else all start when backward is over.
 """
 
 from collections import deque
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from lanewise.engine.rows import BoardRows, PrivateRows, Rows
 from lanewise.engine.sum import Addend, Leaf, carry_out
-from lanewise.engine.transport.protocol import Arrival, Board, Stretch, Transfer
+from lanewise.engine.transport.protocol import Arrival, Outgoing, Transfer
 from lanewise.engine.unit import Flat, Unit
-from lanewise.engine.world import World, offsets
+from lanewise.engine.world import World
 from lanewise.lanes.hosting import Span
-from lanewise.lanes.program import Program
 from lanewise.lanes.schedule import Schedule, late, local_program, owner_program_late, unmerged_lane
 from lanewise.lanes.tree import Node
 from lanewise.lanes.tree import leaf as leaf_node
@@ -26,6 +26,8 @@ _LAG = 1
 
 @dataclass
 class _Open:
+    """A piece of a flat that is being exchanged, with this rank's leaf where that was not added to anything."""
+
     flat: Flat
     span: Span
     transfer: Transfer
@@ -33,15 +35,17 @@ class _Open:
 
 
 class LateSum:
-    """Gradients of all flats, summed over the lanes; the owner's part in place."""
+    """Gradients of all flats, summed over the lanes."""
 
-    def __init__(self, world: World, flats: Sequence[Flat]) -> None:
-        """`flats` come in the order in which they are exchanged."""
+    def __init__(self, world: World, flats: Sequence[Flat], keeps_all: bool) -> None:
+        """`flats` come in the order in which they are exchanged. `keeps_all` says that `gather` will be used."""
         self._world = world
         self._flats = tuple(flats)
+        self._keeps_all = keeps_all
         self._pieces = {flat.number: world.pieces(flat) for flat in flats}
-        self._rows: dict[torch.dtype, _Rows] = {}
+        self._rows: dict[torch.dtype, Rows] = {}
         self._schedule: Schedule | None = None
+        self._counts: list[int] = []
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def schedule(self, shares: Sequence[int]) -> Schedule:
@@ -52,23 +56,34 @@ class LateSum:
         """Plan the step; find room for as many whole gradients as its sums need."""
         self._number = 0
         self._opened: deque[_Open] = deque()
-        self._to_open = deque(self._flats)
-        if schedule == self._schedule:
+        self._sending: list[Transfer] = []
+        self._waiting: deque[tuple[Flat, Leaf | None]] = deque()
+        self._to_come = deque(self._flats)
+        if schedule != self._schedule:
+            self._schedule = schedule
+            self._plan(schedule)
+
+    def _plan(self, schedule: Schedule) -> None:
+        ranks = range(self._world.size)
+        programs = [local_program(schedule, rank) for rank in ranks]
+        self._local = programs[self._world.rank]
+        self._owner = owner_program_late(schedule, self._world.rank)
+        self._sent = [program.outputs for program in programs]
+        self._lanes = schedule.lanes_of(self._world.rank)
+        unmerged = [unmerged_lane(schedule, rank) for rank in ranks]
+        self._unmerged = unmerged[self._world.rank]
+        self._leaf_of: list[Node | None] = [None if lane is None else leaf_node(lane) for lane in unmerged]
+        counts = [max(program.num_registers, 1) for program in programs]
+        if counts == self._counts:
             return
-        self._schedule = schedule
-        rank = self._world.rank
-        programs = [local_program(schedule, r) for r in range(self._world.size)]
-        self._local = programs[rank]
-        self._owner: Program = owner_program_late(schedule, rank)
-        self._sent: list[tuple[tuple[Node, int], ...]] = [p.outputs for p in programs]
-        self._lanes = schedule.lanes_of(rank)
-        self._unmerged = unmerged_lane(schedule, rank)
-        needed = [max(program.num_registers, 1) for program in programs]
+        self._counts = counts
+        self._rows.clear()
         for dtype in dict.fromkeys(flat.sum_dtype for flat in self._flats):
-            if dtype not in self._rows or self._rows[dtype].counts != needed:
-                self._rows.pop(dtype, None)
-                members = [flat for flat in self._flats if flat.sum_dtype == dtype]
-                self._rows[dtype] = _Rows(self._world, members, dtype, needed)
+            members = [flat for flat in self._flats if flat.sum_dtype == dtype]
+            if self._world.transport.is_shared:
+                self._rows[dtype] = BoardRows(self._world, members, dtype, counts)
+            else:
+                self._rows[dtype] = PrivateRows(self._world, dtype, self._keeps_all)
 
     def deposit(self, unit: Unit, leaves: Sequence[Leaf] | None) -> None:
         """Add one lane's gradients of a unit. None says that this rank has no lane in this round."""
@@ -77,16 +92,16 @@ class LateSum:
         lane = self._lanes[self._number]
         is_last = lane == self._lanes[-1]
         for flat, leaf in zip(unit.trainable, leaves, strict=True):
+            if lane != self._unmerged:
+                rows = self._rows[flat.sum_dtype]
+                registers = [rows.whole(flat, r) for r in range(self._local.num_registers)]
+                arrivals = {leaf_node(lane): leaf.parts((0, flat.layout.length))}
+                carry_out(self._local.rounds[self._number], registers, arrivals)
             if is_last:
-                assert self._to_open.popleft() is flat
-            if lane == self._unmerged:
-                self._open(flat, leaf)
-                continue
-            rows = self._rows[flat.sum_dtype].mine(flat)
-            arrivals = {leaf_node(lane): leaf.parts((0, flat.layout.length))}
-            carry_out(self._local.rounds[self._number], rows, arrivals)
-            if is_last:
-                self._open(flat, None)
+                assert self._to_come.popleft() is flat
+                self._waiting.append((flat, leaf if lane == self._unmerged else None))
+        if self._world.overlaps:
+            self._open_waiting()
 
     def end_round(self) -> None:
         """The lane of this round has left every unit."""
@@ -94,20 +109,20 @@ class LateSum:
 
     def finish(self) -> None:
         """Return when every sum that this rank owns is complete."""
-        while self._to_open:
-            self._open(self._to_open.popleft(), None)
+        self._waiting.extend((flat, None) for flat in self._to_come)
+        self._open_waiting()
         while self._opened:
             self._collect()
 
     def gather(self) -> None:
-        """Give all sums to all ranks. Shared memory needs only a meeting, which the update has anyway."""
+        """Give all sums to all ranks. Where memory is shared they are there already."""
         if self._world.transport.is_shared:
             return
         under_way: list[Arrival] = []
         for flat in self._flats:
-            row = self._rows[flat.sum_dtype].mine(flat)[0]
+            whole = self._rows[flat.sum_dtype].whole(flat, 0)
             where = f"the gather of gradients of unit {flat.unit_name}"
-            under_way.append(self._world.transport.gather(row, self._world.spans(flat), where))
+            under_way.append(self._world.transport.gather(whole, self._world.spans(flat), where))
         for arrival in under_way:
             arrival.wait()
 
@@ -118,40 +133,53 @@ class LateSum:
     def end_step(self) -> None:
         """All ranks are done with each other's gradients."""
         for rows in self._rows.values():
-            rows.drain()
+            rows.end_step()
 
     @property
     def num_bytes(self) -> dict[str, int]:
         """Memory by what it is for."""
         scratch = sum(t.nbytes for tensors in self._scratch.values() for t in tensors)
-        return {"gradients": sum(r.num_bytes for r in self._rows.values()), "exchange": scratch}
+        return {"gradients": sum(rows.num_bytes for rows in self._rows.values()), "exchange": scratch}
 
-    def _open(self, flat: Flat, leaf: Leaf | None) -> None:
-        """Offer this rank's subtrees of a flat. `leaf` is the one that lies where it was made."""
+    def _open_waiting(self) -> None:
+        while self._waiting:
+            flat, leaf = self._waiting.popleft()
+            for piece in self._pieces[flat.number]:
+                transfer = self._open(flat, piece, leaf)
+                self._sending.append(transfer)
+                self._opened.append(_Open(flat, piece[self._world.rank], transfer, leaf))
+                while len(self._opened) > _LAG:
+                    self._collect()
+
+    def _open(self, flat: Flat, piece: tuple[Span, ...], leaf: Leaf | None) -> Transfer:
+        """Offer this rank's subtrees of a piece, and ask for the others'."""
+        transport, me = self._world.transport, self._world.rank
         rows = self._rows[flat.sum_dtype]
-        mine = rows.mine(flat)
-        me = self._world.rank
-        where = f"the exchange of gradients of unit {flat.unit_name}"
-        for piece in self._pieces[flat.number]:
-            if leaf is not None:
-                for peer in self._world.others:
-                    low, high = piece[peer]
-                    leaf.parts(piece[peer]).copy_to(mine[self._sent[me][-1][1]][low:high])
-            outgoing = [
-                Stretch(peer, rows.place(me, register, flat, piece[peer]))
-                for peer in self._world.others
-                for _, register in self._sent[me]
-            ]
-            incoming = [
-                Stretch(peer, rows.place(peer, register, flat, piece[me]))
-                for peer in self._world.others
-                for _, register in self._sent[peer]
-            ]
-            transfer = self._world.transport.open(rows.board, outgoing, incoming, where)
-            rows.open.append(transfer)
-            self._opened.append(_Open(flat, piece[me], transfer, leaf))
-            while len(self._opened) > _LAG:
-                self._collect()
+        outgoing = []
+        for peer in self._world.others:
+            low, high = piece[peer]
+            for node, register in self._sent[me]:
+                if node != self._leaf_of[me]:
+                    outgoing.append(Outgoing(peer, [rows.whole(flat, register)[low:high]]))
+                elif leaf is None:
+                    raise AssertionError("a rank's unmerged lane is still where it was made")
+                elif transport.is_shared:
+                    leaf.parts(piece[peer]).copy_to(rows.whole(flat, register)[low:high])
+                else:
+                    parcels = leaf.parcels(piece[peer], transport.sends_alone, flat.sum_dtype)
+                    outgoing.append(Outgoing(peer, parcels))
+        incoming = []
+        low, high = piece[me]
+        for peer in self._world.others:
+            for node, register in self._sent[peer]:
+                is_leaf = node == self._leaf_of[peer]
+                segments = (
+                    flat.layout.segments(piece[me], transport.sends_alone) if is_leaf else ((0, high - low),)
+                )
+                incoming.append(rows.incoming(peer, register, flat, piece[me], segments))
+        return transport.open(
+            rows.board, outgoing, incoming, f"the exchange of gradients of {flat.unit_name}"
+        )
 
     def _collect(self) -> None:
         item = self._opened.popleft()
@@ -160,55 +188,21 @@ class LateSum:
         if item.leaf is not None:
             assert self._unmerged is not None
             addends[leaf_node(self._unmerged)] = item.leaf.parts(item.span)
-        low, high = item.span
-        mine = [row[low:high] for row in self._rows[item.flat.sum_dtype].mine(item.flat)]
-        spare = self._owner.num_registers - len(mine)
-        registers = mine + [t[: high - low] for t in self._spare(item.flat.sum_dtype, spare)]
+        rows = self._rows[item.flat.sum_dtype]
+        num_rows = self._counts[self._world.rank]
+        registers = [rows.mine(item.flat, r, item.span) for r in range(num_rows)]
+        num_spare = self._owner.num_registers - num_rows
+        length = item.span[1] - item.span[0]
+        registers += [tensor[:length] for tensor in self._spare(item.flat.sum_dtype, num_spare)]
         carry_out(self._owner.rounds[0], registers, addends)
+        if not self._world.transport.is_shared:
+            item.transfer.drain()
         item.transfer.close()
 
     def _spare(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Registers of the owner's program beyond the rows: as long as a piece."""
         tensors = self._scratch.setdefault(dtype, [])
         while len(tensors) < count:
-            longest = max(b - a for cut in self._pieces.values() for piece in cut for a, b in piece)
+            longest = max(high - low for cut in self._pieces.values() for piece in cut for low, high in piece)
             tensors.append(torch.empty(longest, dtype=dtype, device=self._world.device))
         return tensors[: max(count, 0)]
-
-
-class _Rows:
-    """Whole gradients of all flats of one dtype, as many as the sums of a rank need at a time."""
-
-    def __init__(self, world: World, flats: Sequence[Flat], dtype: torch.dtype, counts: list[int]) -> None:
-        self.counts = counts
-        self._world = world
-        self._starts, self._length = offsets(flats)
-        self.board: Board = world.transport.board(counts[world.rank] * self._length, dtype)
-        self.open: list[Transfer] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return self.board.mine.nbytes
-
-    def place(self, rank: int, register: int, flat: Flat, span: Span) -> Span:
-        """Where a stretch of a flat lies on the board of a rank."""
-        start = register * self._length + self._starts[flat.number]
-        return (start + span[0], start + span[1])
-
-    def mine(self, flat: Flat) -> list[torch.Tensor]:
-        """The rows of this rank, for one flat."""
-        whole = (0, flat.layout.length)
-        places = [self.place(self._world.rank, n, flat, whole) for n in range(self.counts[self._world.rank])]
-        return [self.board.mine[low:high] for low, high in places]
-
-    def total(self, flat: Flat, owner: int) -> torch.Tensor:
-        """The finished sum of what `owner` owns: in its own memory, or gathered into mine."""
-        board = self.board.peers[owner] if self.board.peers else self.board.mine
-        low, high = self.place(owner, 0, flat, self._world.spans(flat)[owner])
-        return board[low:high]
-
-    def drain(self) -> None:
-        """Wait until what was sent has left."""
-        if not self._world.transport.is_shared:
-            for transfer in self.open:
-                transfer.drain()
-        self.open.clear()

@@ -80,10 +80,26 @@ class Leaf:
 
     layout: FlatLayout
     gradients: Sequence[torch.Tensor | None]
+    device: torch.device
 
     def parts(self, span: Span) -> LeafParts:
         """The stretch of the leaf that lies in `span` of the flat."""
         return LeafParts(self.layout.parts(span), self.layout.gaps(span), self.gradients)
+
+    def parcels(self, span: Span, alone: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The messages that a stretch is sent as: large gradients as they lie, small ones packed."""
+        found = []
+        for low, high in self.layout.segments(span, alone):
+            inside = self.parts((span[0] + low, span[0] + high))
+            part = inside.parts[0] if len(inside.parts) == 1 else None
+            gradient = self.gradients[part.field] if part is not None else None
+            if part is not None and gradient is not None and gradient.dtype == dtype and high - low >= alone:
+                found.append(gradient.reshape(-1)[part.start : part.stop])
+            else:
+                packed = torch.empty(high - low, dtype=dtype, device=self.device)
+                inside.copy_to(packed)
+                found.append(packed)
+        return found
 
 
 Addend = torch.Tensor | LeafParts

@@ -18,7 +18,6 @@ class World:
     transport: Transport
     lanes: int
     device: torch.device
-    piece_limit: int
 
     @property
     def rank(self) -> int:
@@ -34,6 +33,18 @@ class World:
     def others(self) -> tuple[int, ...]:
         """All ranks but this one."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an exchange can go on beside a computation. On a CPU, a message needs a core that computes."""
+        return self.transport.is_shared or self.device.type == "cuda"
+
+    @property
+    def piece_limit(self) -> int:
+        """Elements to exchange at once: enough to be worth a message, few enough to be added in a cache."""
+        if self.device.type == "cuda":
+            return 1 << 26
+        return 1 << 21 if self.transport.is_shared else 1 << 23
 
     @property
     def slots(self) -> tuple[Span, ...]:

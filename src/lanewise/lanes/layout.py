@@ -7,7 +7,8 @@ element, so a vectorised kernel meets each of them at the same place of its body
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from lanewise.lanes.hosting import Span
 
@@ -48,6 +49,7 @@ class FlatLayout:
     lanes: int
     slot: int
     """Elements in a slot."""
+    _known: dict[tuple[str, Span, int], Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -65,25 +67,69 @@ class FlatLayout:
 
     def parts(self, span: Span) -> tuple[Part, ...]:
         """What lies in a stretch, field by field, padding left out."""
-        found = []
-        for number, field in enumerate(self.fields):
-            start, stop = max(span[0], field.start), min(span[1], field.stop)
-            if start < stop:
-                found.append(Part(number, start - field.start, stop - field.start, start - span[0]))
-        return tuple(found)
+        key = ("parts", span, 0)
+        if key not in self._known:
+            self._known[key] = self._find_parts(span)
+        found: tuple[Part, ...] = self._known[key]
+        return found
 
     def gaps(self, span: Span) -> tuple[Span, ...]:
         """The padding in a stretch, counted from its beginning."""
+        key = ("gaps", span, 0)
+        if key not in self._known:
+            self._known[key] = between([_place(part) for part in self.parts(span)], span[1] - span[0])
+        found: tuple[Span, ...] = self._known[key]
+        return found
+
+    def segments(self, span: Span, alone: int) -> tuple[Span, ...]:
+        """The messages that a stretch is sent as, counted from its beginning.
+
+        A part of at least `alone` elements goes by itself, straight from where it lies; smaller neighbours
+        are laid together, padding between them included. Without a part of that size, all goes together.
+        """
+        key = ("segments", span, alone)
+        if key not in self._known:
+            self._known[key] = self._find_segments(span, alone)
+        found: tuple[Span, ...] = self._known[key]
+        return found
+
+    def _find_parts(self, span: Span) -> tuple[Part, ...]:
         found = []
-        position = span[0]
-        for part in self.parts(span):
-            start = span[0] + part.offset
-            if start > position:
-                found.append((position - span[0], start - span[0]))
-            position = start + part.stop - part.start
-        if position < span[1]:
-            found.append((position - span[0], span[1] - span[0]))
+        for number, place in enumerate(self.fields):
+            start, stop = max(span[0], place.start), min(span[1], place.stop)
+            if start < stop:
+                found.append(Part(number, start - place.start, stop - place.start, start - span[0]))
         return tuple(found)
+
+    def _find_segments(self, span: Span, alone: int) -> tuple[Span, ...]:
+        if all(part.stop - part.start < alone for part in self.parts(span)):
+            return ((0, span[1] - span[0]),) if span[0] < span[1] else ()
+        found: list[Span] = []
+        may_join = False
+        for part in self.parts(span):
+            start, stop = _place(part)
+            is_small = stop - start < alone
+            if is_small and may_join:
+                start = found.pop()[0]
+            found.append((start, stop))
+            may_join = is_small
+        return tuple(found)
+
+
+def _place(part: Part) -> Span:
+    """Where a part lies in its stretch."""
+    return (part.offset, part.offset + part.stop - part.start)
+
+
+def between(places: Sequence[Span], length: int) -> tuple[Span, ...]:
+    """What neighbouring places leave free of a length."""
+    found = []
+    position = 0
+    for start, stop in [*places, (length, length)]:
+        if start > position:
+            found.append((position, start))
+        position = stop
+    return tuple(found)
 
 
 def round_up(number: int, multiple: int) -> int:

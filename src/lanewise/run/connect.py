@@ -36,9 +36,10 @@ def connect(
     control = data = None
     if store is not None:
         data = exchange.join_group(store, rank, size, kind, timeout)
-        control = data if kind == "gloo" else exchange.side_group("gloo", timeout)
-    wire: Wire = PeerWire(data, rank) if device.type == "cpu" else CollectiveWire(data, rank, size)
-    return MessageTransport(store, control, wire, rank, size, timeout, device)
+        side = data if kind == "gloo" else exchange.side_group("gloo", timeout)
+        control = exchange.Channel(side, rank, timeout)
+    wire: Wire = PeerWire(control, rank) if device.type == "cpu" else CollectiveWire(data, rank, size)
+    return MessageTransport(store, control, wire, rank, size, device)
 
 
 def promise(settings: Settings, differences: list[str]) -> str:

@@ -140,7 +140,7 @@ class Run:
         """
         if self._engine is not None:
             raise StepError("run.prepare was called twice; a run trains one model with one optimizer.")
-        world = World(self._transport, self.settings.lanes, self.device, devices.piece_limit(self.device))
+        world = World(self._transport, self.settings.lanes, self.device)
 
         def notify(text: str) -> None:
             self._report(Notice(text))

@@ -23,4 +23,4 @@ class Ddp:
         """Once a step."""
         if reduction == "native":
             return NativeSum(world, flats, keeps_all=True, every_round=False)
-        return LateSum(world, flats)
+        return LateSum(world, flats, keeps_all=True)

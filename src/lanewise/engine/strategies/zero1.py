@@ -23,4 +23,4 @@ class Zero1:
         """Once a step."""
         if reduction == "native":
             return NativeSum(world, flats, keeps_all=False, every_round=False)
-        return LateSum(world, flats)
+        return LateSum(world, flats, keeps_all=False)

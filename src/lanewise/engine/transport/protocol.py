@@ -10,11 +10,20 @@ from lanewise.lanes.hosting import Span
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Elements of a board that `peer` is to get, or that are to come from `peer`'s board."""
+class Outgoing:
+    """What one rank is to get. Where memory is shared it must lie on the board already."""
+
+    peer: int
+    tensors: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What is to come from one rank: a stretch of its board, sent as `segments` counted from its beginning."""
 
     peer: int
     span: Span
+    segments: Sequence[Span]
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,16 @@ class Transport(Protocol):
 
     rank: int
     size: int
-    is_shared: bool
-    """Whether all ranks map the same memory, so that a value need stand only once."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks map the same memory, so that a value need stand only once."""
+        ...
+
+    @property
+    def sends_alone(self) -> int:
+        """Elements from which a part of a gradient is sent by itself, in place of being packed with others."""
+        ...
 
     def board(self, numel: int, dtype: torch.dtype) -> Board:
         """Memory to exchange from. Ranks may ask for different sizes."""
@@ -70,9 +87,9 @@ class Transport(Protocol):
         ...
 
     def open(
-        self, board: Board, outgoing: Sequence[Stretch], incoming: Sequence[Stretch], where: str
+        self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
     ) -> Transfer:
-        """Offer stretches of my board and ask for stretches of others'."""
+        """Offer what others need and ask for what they have. All of it has the type of the board."""
         ...
 
     def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> Arrival:

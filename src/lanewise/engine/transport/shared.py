@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lanewise.engine import exchange
-from lanewise.engine.transport.protocol import Board, Stretch
+from lanewise.engine.transport.protocol import Board, Incoming, Outgoing
 from lanewise.engine.transport.waiting import Counter, Watch, wait_until
 from lanewise.errors import ExchangeError
 from lanewise.lanes.hosting import Span
@@ -37,6 +37,7 @@ class SharedTransport:
     """The ranks of one host. See `protocol.Transport`."""
 
     is_shared = True
+    sends_alone = 0
 
     def __init__(self, store: exchange.Store | None, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
@@ -69,7 +70,7 @@ class SharedTransport:
         return self._allocate(max(num_bytes, 1) if self.rank == 0 else 0)[0].tensor
 
     def open(
-        self, board: Board, outgoing: Sequence[Stretch], incoming: Sequence[Stretch], where: str
+        self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
     ) -> "SharedTransfer":
         """Let the others read; nothing moves."""
         self._num_transfers = self._opened[self.rank].advance()
@@ -211,7 +212,7 @@ class SharedTransfer:
     """A transfer in which nothing moves: taking is looking. See `protocol.Transfer`."""
 
     def __init__(
-        self, transport: SharedTransport, number: int, board: Board, incoming: Sequence[Stretch], where: str
+        self, transport: SharedTransport, number: int, board: Board, incoming: Sequence[Incoming], where: str
     ) -> None:
         self._transport = transport
         self._number = number
@@ -221,9 +222,9 @@ class SharedTransfer:
 
     def take(self) -> list[torch.Tensor]:
         """The peers' own memory, once they have opened this transfer."""
-        peers = sorted({stretch.peer for stretch in self._incoming})
+        peers = sorted({item.peer for item in self._incoming})
         self._transport.wait_opened(self._number, peers, self._where)
-        return [self._board.peers[s.peer][s.span[0] : s.span[1]] for s in self._incoming]
+        return [self._board.peers[i.peer][i.span[0] : i.span[1]] for i in self._incoming]
 
     def close(self) -> None:
         """Count this transfer as closed."""

@@ -11,6 +11,7 @@ from lanewise.lanes.hosting import Span
 
 _DATA_TAG = 16
 _TAGS = 1 << 24
+_WHERE = "the start of an exchange"
 
 
 @dataclass
@@ -34,10 +35,16 @@ Parcel = tuple[int, torch.Tensor]
 class Wire(Protocol):
     """Moves tensors between the ranks of a group."""
 
+    sends_alone: int
+    """See `protocol.Transport`."""
+
     def exchange(
-        self, number: int, outgoing: Sequence[Parcel], incoming: Sequence[tuple[int, int]], like: torch.Tensor
-    ) -> tuple[Flight, list[torch.Tensor]]:
-        """Start to send tensors, and to receive so many elements `like` these from each rank named."""
+        self, number: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
+    ) -> Flight:
+        """Start to send tensors, and to receive others into `arriving`.
+
+        Those lie in `whole`, which holds what comes from rank 0, then from rank 1, and so on.
+        """
         ...
 
     def gather(self, number: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
@@ -52,17 +59,17 @@ class Wire(Protocol):
 class PeerWire:
     """One message for each pair of ranks, read from and written to where the data lies."""
 
-    def __init__(self, group: exchange.Group | None, rank: int) -> None:
-        self._group = group
+    sends_alone = 1 << 15
+
+    def __init__(self, channel: exchange.Channel | None, rank: int) -> None:
+        self._channel = channel
         self._rank = rank
 
     def exchange(
-        self, number: int, outgoing: Sequence[Parcel], incoming: Sequence[tuple[int, int]], like: torch.Tensor
-    ) -> tuple[Flight, list[torch.Tensor]]:
+        self, number: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
+    ) -> Flight:
         """Start every message."""
-        received = [like.new_empty(numel) for _, numel in incoming]
-        arriving = [(peer, tensor) for (peer, _), tensor in zip(incoming, received, strict=True)]
-        return self._start(number, outgoing, arriving), received
+        return self._start(number, outgoing, arriving)
 
     def gather(self, number: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
         """Start every message."""
@@ -72,20 +79,23 @@ class PeerWire:
 
     def add_up(self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool) -> Flight:
         """Start a collective."""
-        return _add_up(self._group, self._rank, whole, spans, keeps_all)
+        group = self._channel.group if self._channel is not None else None
+        return _add_up(group, self._rank, whole, spans, keeps_all)
 
     def _start(self, number: int, outgoing: Sequence[Parcel], arriving: Sequence[Parcel]) -> Flight:
         flight = Flight()
-        if self._group is not None:
+        if self._channel is not None:
             tag = _DATA_TAG + number % _TAGS
-            group = self._group
-            flight.receives = [(p, exchange.irecv(group, t, p, tag)) for p, t in arriving if t.numel()]
-            flight.sends = [(p, exchange.isend(group, t, p, tag)) for p, t in outgoing if t.numel()]
+            channel = self._channel
+            flight.receives = [(p, channel.irecv(t, p, tag, _WHERE)) for p, t in arriving if t.numel()]
+            flight.sends = [(p, channel.isend(t, p, tag, _WHERE)) for p, t in outgoing if t.numel()]
         return flight
 
 
 class CollectiveWire:
     """One collective for all ranks: what NCCL does best, and all that Gloo offers for GPU memory."""
+
+    sends_alone = 1 << 62
 
     def __init__(self, group: exchange.Group | None, rank: int, size: int) -> None:
         self._group = group
@@ -93,24 +103,17 @@ class CollectiveWire:
         self._size = size
 
     def exchange(
-        self, number: int, outgoing: Sequence[Parcel], incoming: Sequence[tuple[int, int]], like: torch.Tensor
-    ) -> tuple[Flight, list[torch.Tensor]]:
+        self, number: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
+    ) -> Flight:
         """Start one all-to-all in which each pair may exchange a different length."""
-        order = sorted(range(len(incoming)), key=lambda n: incoming[n][0])
-        whole = like.new_empty(sum(numel for _, numel in incoming))
-        pieces = whole.split([incoming[n][1] for n in order])
-        received = [like] * len(incoming)
-        for n, piece in zip(order, pieces, strict=True):
-            received[n] = piece
         if self._group is None:
-            return Flight(), received
-        to_each = [[t for peer, t in outgoing if peer == p] for p in range(self._size)]
-        from_each = [sum(numel for peer, numel in incoming if peer == p) for p in range(self._size)]
-        sent = [t for tensors in to_each for t in tensors]
-        lengths = [sum(t.numel() for t in tensors) for tensors in to_each]
-        packed = sent[0] if len(sent) == 1 else torch.cat([like.new_empty(0), *sent])
-        work = exchange.all_to_all(self._group, whole, packed, from_each, lengths)
-        return Flight(receives=[(self._rank, work)]), received
+            return Flight()
+        sent = [tensor for _, tensor in sorted(outgoing, key=lambda parcel: parcel[0])]
+        packed = sent[0] if len(sent) == 1 else torch.cat([whole.new_empty(0), *sent])
+        to_each = [sum(t.numel() for peer, t in outgoing if peer == p) for p in range(self._size)]
+        from_each = [sum(t.numel() for peer, t in arriving if peer == p) for p in range(self._size)]
+        work = exchange.all_to_all(self._group, whole, packed, from_each, to_each)
+        return Flight(receives=[(self._rank, work)])
 
     def gather(self, number: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
         """Start an all-gather, over padded shares where they are not equal."""

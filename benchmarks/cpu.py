@@ -1,0 +1,34 @@
+"""Step time on CPU ranks of one host, over the same ranks without communication.
+
+python -m benchmarks.cpu --size 25M --micro-batch 1
+"""
+
+import argparse
+
+from benchmarks.engines import ENGINES, Case
+from benchmarks.harness import race
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="25M")
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--lanes-per-rank", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--engines", default="", help="comma-separated parts of names; all without it")
+    options = parser.parse_args()
+    case = Case(options.size, options.micro_batch, options.world, options.lanes_per_rank)
+    wanted = [part for part in options.engines.split(";") if part]
+    engines = ["floor"] + [n for n in ENGINES if n != "floor" and (not wanted or any(w in n for w in wanted))]
+    results = race(engines, case, options.rounds, options.steps)
+    print(
+        f"GPT {case.size}, micro-batch {case.micro_batch}, {case.world} ranks, {case.lanes_per_rank} lanes a rank"
+    )
+    for engine, values in results.items():
+        print(f"  {engine:40s} {values['ms']:9.1f} ms   {values['ratio']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Examples of use; `demo.py` is the main one."""
