@@ -4,7 +4,7 @@ Units leave a backward in the order the model happens to run; they are handed on
 same on every rank, so that exchanges always meet, whatever a lane did or did not run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,6 +26,8 @@ class Collector:
         self._next = len(self.order)
         self._complete: set[int] = set()
         self._lane = LaneReport()
+        self.observer: Callable[[LaneReport, Flat, Sequence[torch.Tensor | None]], None] | None = None
+        """Sees each flat's gradients of a lane, as autograd made them, before they are added to anything."""
         self.present: set[int] = set()
         """The parameters that have got a gradient since the step began, by index."""
         self.parameters: list[tuple[Flat, int]] = []
@@ -84,4 +86,6 @@ class Collector:
                 if self._names_lanes and self._lane.first_bad < 0 and not is_finite(gradient):
                     self._lane.first_bad = index
             gradients.append(gradient)
+        if self.observer is not None:
+            self.observer(self._lane, flat, gradients)
         return Leaf(flat.layout, gradients, flat.storage.device)
