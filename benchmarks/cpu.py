@@ -17,11 +17,13 @@ def main() -> None:
     parser.add_argument("--lanes-per-rank", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--engines", default="", help="comma-separated parts of names; all without it")
+    parser.add_argument("--engines", default="", help="names separated by semicolons; all without it")
     options = parser.parse_args()
     case = Case(options.size, options.micro_batch, options.world, options.lanes_per_rank)
-    wanted = [part for part in options.engines.split(";") if part]
-    engines = ["floor"] + [n for n in ENGINES if n != "floor" and (not wanted or any(w in n for w in wanted))]
+    wanted = [name for name in options.engines.split(";") if name] or list(ENGINES)
+    if unknown := sorted(set(wanted) - set(ENGINES)):
+        parser.error(f"unknown engines {unknown}; known are {list(ENGINES)}")
+    engines = ["floor", *(name for name in wanted if name != "floor")]
     results = race(engines, case, options.rounds, options.steps)
     print(
         f"GPT {case.size}, micro-batch {case.micro_batch}, {case.world} ranks, {case.lanes_per_rank} lanes a rank"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lanewise.engine import exchange
+from lanewise.engine.transport import calls
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing
 from lanewise.engine.transport.waiting import Counter, Watch, wait_until
 from lanewise.errors import ExchangeError
@@ -21,7 +22,8 @@ from lanewise.lanes.hosting import Span
 
 _POSTED, _OPENED, _CLOSED = 0, 64, 128
 _WORDS_START, _WORDS_LENGTH = 256, 512
-_MAIL_START, _MAIL_BYTES = 4096, 1 << 16
+_CALLS_START = 1024
+_MAIL_START, _MAIL_BYTES = 40960, 1 << 16
 _PAGE_BYTES = _MAIL_START + 2 * _MAIL_BYTES
 
 
@@ -54,6 +56,8 @@ class SharedTransport:
         self._posted = [Counter(page, _POSTED) for page in self._pages]
         self._opened = [Counter(page, _OPENED) for page in self._pages]
         self._closed = [Counter(page, _CLOSED) for page in self._pages]
+        self._calls = calls.Calls(self._pages, _CALLS_START, rank, self._last_word)
+        self._peers = [peer for peer in range(size) if peer != rank]
         self._num_transfers = 0
 
     def board(self, numel: int, dtype: torch.dtype) -> Board:
@@ -73,8 +77,9 @@ class SharedTransport:
         self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
     ) -> "SharedTransfer":
         """Let the others read; nothing moves."""
+        call = self._calls.note(where)
         self._num_transfers = self._opened[self.rank].advance()
-        return SharedTransfer(self, self._num_transfers, board, incoming, where)
+        return SharedTransfer(self, self._num_transfers, call, board, incoming, where)
 
     def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> "SharedArrival":
         """Bring every rank's span together. `whole` is private memory; it goes through the mail."""
@@ -112,18 +117,20 @@ class SharedTransport:
         """Unmap everything that no tensor uses any more."""
         for counter in (*self._posted, *self._opened, *self._closed):
             counter.release()
+        self._calls.release()
         self._watch.close()
         self._pages.clear()
         self._mail.clear()
         self._memories.clear()
 
-    def wait_opened(self, number: int, peers: Sequence[int], where: str) -> None:
-        """Wait until these ranks have opened so many transfers."""
+    def wait_opened(self, number: int, call: int, peers: Sequence[int], where: str) -> None:
+        """Wait until these ranks have opened so many transfers, and be sure that they opened the same."""
         self._wait([(peer, self._opened[peer], number) for peer in peers], where)
+        self._calls.check(call, peers)
 
     def wait_closed(self, number: int, where: str) -> None:
         """Wait until all other ranks have closed so many transfers."""
-        self._wait([(p, self._closed[p], number) for p in range(self.size) if p != self.rank], where)
+        self._wait([(peer, self._closed[peer], number) for peer in self._peers], where)
 
     def close_transfer(self) -> None:
         """Count one more closed transfer."""
@@ -134,8 +141,10 @@ class SharedTransport:
         return self._posted[self.rank].value % 2 * _MAIL_BYTES
 
     def _meet(self, where: str) -> None:
+        call = self._calls.note(where)
         number = self._posted[self.rank].advance()
-        self._wait([(p, self._posted[p], number) for p in range(self.size) if p != self.rank], where)
+        self._wait([(peer, self._posted[peer], number) for peer in self._peers], where)
+        self._calls.check(call, self._peers)
 
     def _relay(self, owner: int, values: torch.Tensor, where: str) -> None:
         flat = values.detach().view(torch.uint8)
@@ -150,18 +159,23 @@ class SharedTransport:
 
     def _wait(self, awaited: Sequence[tuple[int, Counter, int]], where: str) -> None:
         wait_until(
-            awaited, self._watch, self.timeout, lambda r, what: self._explain(r, what, where), self._spin
+            awaited,
+            self._watch,
+            self.timeout,
+            self._calls.check_recent,
+            lambda ranks, what: self._explain(ranks, what, where),
+            self._spin,
         )
+
+    def _last_word(self, rank: int) -> str:
+        page = self._pages[rank][_WORDS_START : _WORDS_START + _WORDS_LENGTH]
+        return page.split(b"\0")[0].decode(errors="replace") or "before the first step"
 
     def _explain(self, ranks: tuple[int, ...], what: str, where: str) -> str:
         lines = [f"rank {self.rank} waited in {where}:"]
         for rank in ranks:
-            page = self._pages[rank][_WORDS_START : _WORDS_START + _WORDS_LENGTH]
-            words = page.split(b"\0")[0].decode(errors="replace") or "nothing yet"
-            pid = self._watch.pids[rank]
-            lines.append(
-                f"rank {rank} (pid {pid}) {what}; it is {self._watch.state(rank)}; its last word: {words}."
-            )
+            pid, state, word = self._watch.pids[rank], self._watch.state(rank), self._last_word(rank)
+            lines.append(f"rank {rank} (pid {pid}) {what}; it is {state}; its last word: {word}.")
         lines.append("Look at that rank's own output; a longer wait is set with timeout=.")
         return " ".join(lines)
 
@@ -212,10 +226,17 @@ class SharedTransfer:
     """A transfer in which nothing moves: taking is looking. See `protocol.Transfer`."""
 
     def __init__(
-        self, transport: SharedTransport, number: int, board: Board, incoming: Sequence[Incoming], where: str
+        self,
+        transport: SharedTransport,
+        number: int,
+        call: int,
+        board: Board,
+        incoming: Sequence[Incoming],
+        where: str,
     ) -> None:
         self._transport = transport
         self._number = number
+        self._call = call
         self._board = board
         self._incoming = incoming
         self._where = where
@@ -223,7 +244,7 @@ class SharedTransfer:
     def take(self) -> list[torch.Tensor]:
         """The peers' own memory, once they have opened this transfer."""
         peers = sorted({item.peer for item in self._incoming})
-        self._transport.wait_opened(self._number, peers, self._where)
+        self._transport.wait_opened(self._number, self._call, peers, self._where)
         return [self._board.peers[i.peer][i.span[0] : i.span[1]] for i in self._incoming]
 
     def close(self) -> None:

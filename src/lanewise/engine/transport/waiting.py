@@ -112,16 +112,17 @@ def wait_until(
     awaited: Sequence[tuple[int, Counter, int]],
     watch: Watch,
     timeout: timedelta,
+    check: Callable[[], None],
     explain: Callable[[tuple[int, ...], str], str],
     spin: bool,
 ) -> None:
     """Return when each (rank, counter, target) has reached its target.
 
     Raises `PeerLostError` at once when a rank that has not is gone, and after `timeout` otherwise;
-    `explain` words it.
+    `explain` words it. `check` is called while waiting is long, and raises if it would never end.
     """
     deadline: float | None = None
-    for rank, counter, target in awaited:
+    for _, counter, target in awaited:
         spins = _SPINS if spin else 0
         while (seen := counter.value) < target:
             if spins:
@@ -133,8 +134,10 @@ def wait_until(
             counter.sleep(seen, _SLICE_S)
             if counter.value >= target:
                 break
-            if rank in watch.ended() and counter.value < target:
-                raise PeerLostError((rank,), explain((rank,), "has ended"))
-            if time.monotonic() > deadline:
-                late = tuple(sorted({r for r, c, t in awaited if c.value < t}))
+            check()
+            gone = watch.ended()
+            late = tuple(sorted({r for r, c, t in awaited if c.value < t}))
+            if lost := tuple(r for r in late if r in gone):
+                raise PeerLostError(lost, explain(lost, "has ended"))
+            if late and time.monotonic() > deadline:
                 raise PeerLostError(late, explain(late, f"did not come within {timeout.total_seconds():g} s"))
