@@ -8,7 +8,7 @@ canonical order of the batches. So a metric has the same bits however many ranks
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -18,6 +18,7 @@ from lanewise.errors import DataError, SettingsError
 Average = Literal["binary", "micro", "macro"]
 
 
+@runtime_checkable
 class Metric(Protocol):
     """What `run.evaluate` asks of a metric. Any object with these two methods is one."""
 

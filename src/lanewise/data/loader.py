@@ -1,20 +1,21 @@
-"""Loading the samples of lanes with torch's DataLoader, to the same values on any number of ranks.
+"""A data set as lanes see it: which samples each of them computes at a step, and those samples loaded.
 
 What a sample turns into may depend on the run's seed, the epoch and its place in the data set, never on
-the rank or the worker that loads it: torch, numpy and Python's random are seeded for each sample.
+the rank or the worker that loads it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import default_collate as torch_collate
 
+from lanewise.data.fetch import Ticket, fetch
 from lanewise.data.partition import Partition, lane_of_each
-from lanewise.engine.randomness import seed_all, untouched
 from lanewise.errors import DataError
 from lanewise.lanes.hosting import even, spans
 from lanewise.lanes.order import Order
@@ -76,69 +77,34 @@ class Loader:
             for micro, (samples, share) in enumerate(zip(cut, shares, strict=True))
         )
 
-    def stream(self, portions: Iterable[Portion], device: torch.device) -> Iterator[tuple[Portion, Any]]:
-        """Load portions in order, ahead of their use where there are workers."""
-        taken: list[Portion] = []
+    def stream(
+        self, portions: Iterable[Portion], device: torch.device
+    ) -> Generator[tuple[Portion, Any], None, None]:
+        """Load portions in order, ahead of their use where there are workers. Close it to end the workers."""
+        taken: deque[Portion] = deque()
 
-        def tickets() -> Iterator[list[tuple[int, int]]]:
+        def tickets() -> Iterator[list[Ticket]]:
             for portion in portions:
                 taken.append(portion)
                 yield [(s, derive(self.order.seed, "sample", portion.epoch, s)) for s in portion.samples]
 
-        loader = DataLoader(
-            _Seeded(self.dataset),
-            batch_sampler=_Once(tickets()),
-            num_workers=self.num_workers,
-            collate_fn=self.collate_fn,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator().manual_seed(derive(self.order.seed, "workers")),
+        with closing(fetch(self.dataset, tickets(), self.collate_fn, self.num_workers, device)) as batches:
+            for batch in batches:
+                yield taken.popleft(), batch
+
+
+def check_map_style(dataset: Any, where: str) -> int:
+    """The number of samples of a data set that has places, and any."""
+    has_places = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not has_places:
+        raise DataError(
+            f"{where} needs a map-style data set with __len__ and __getitem__, found {type(dataset).__name__}. "
+            "A stream has no places to deal out; read it into a list, or index it."
         )
-        with untouched(device):
-            batches = iter(loader)
-        while True:
-            with untouched(device):
-                batch = next(batches, _END)
-            if batch is _END:
-                return
-            yield taken.pop(0), move(batch, device)
-
-
-_END = object()
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """Whatever tensors a batch holds, on the device."""
-    if device.type == "cpu":
-        return batch
-    return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
-
-
-class _Once:
-    """An iterable for DataLoader around an iterator."""
-
-    def __init__(self, tickets: Iterator[list[tuple[int, int]]]) -> None:
-        self._tickets = tickets
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._tickets
-
-
-class _Seeded(Dataset[Any]):
-    """A data set whose samples are asked for together with their seed."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, tickets: Sequence[tuple[int, int]]) -> list[Any]:
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        if fetch_many is not None:
-            seed_all(derive(*(seed for _, seed in tickets)))
-            return list(fetch_many([sample for sample, _ in tickets]))
-        samples = []
-        for sample, seed in tickets:
-            seed_all(seed)
-            samples.append(self._dataset[sample])
-        return samples
+    size = len(dataset)
+    if size == 0:
+        raise DataError(f"{where}: the data set is empty.")
+    return size
 
 
 def make_loader(
@@ -155,12 +121,7 @@ def make_loader(
     key: Callable[[int], Any] | None,
 ) -> Loader:
     """Check everything and make a loader."""
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"run.loader needs a map-style data set with __len__ and __getitem__, found {type(dataset).__name__}. "
-            "A stream has no places to deal out; read it into a list, or index it."
-        )
-    size = len(dataset)
+    size = check_map_style(dataset, "run.loader")
     unit = lanes * micro_batches
     if batch_size < 1 or batch_size % unit:
         lower, upper = batch_size // unit * unit, (batch_size // unit + 1) * unit
@@ -171,8 +132,6 @@ def make_loader(
             f"batch_size={batch_size} is the global batch and must be a multiple of {what}. Use batch_size={fitting}"
             + (f", or lanes= one of {divisors[-8:]}." if divisors else ".")
         )
-    if size == 0:
-        raise DataError("the data set is empty.")
     if num_workers < 0:
         raise DataError(f"num_workers must be 0 or more, found {num_workers}.")
     order = Order(

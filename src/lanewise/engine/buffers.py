@@ -4,7 +4,8 @@ Floating-point buffers move by the canonical mean of the lanes' differences. Int
 batches) take the value that every lane which changed them agrees on. Anything else is an error by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,18 @@ class Buffers:
         self._lanes = {}
         for buffer in self._all:
             buffer.remember()
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Whatever is done to the buffers inside, they have their values again afterwards."""
+        for buffer in self._all:
+            buffer.remember()
+        try:
+            yield
+        finally:
+            for buffer in self._all:
+                if buffer.has_changed():
+                    buffer.put_back()
 
     def end_lane(self, lane: int) -> None:
         """Note what a lane did to the buffers, and undo it."""

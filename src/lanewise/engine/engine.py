@@ -147,6 +147,20 @@ class Engine:
             self.passes.is_held = False
             self.passes.reset()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run the model in eval mode and without gradient; modes and buffers are then as they were."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        with self.buffers.preserved(), torch.no_grad():
+            self.model.eval()
+            try:
+                yield
+            finally:
+                self.passes.reset()
+                self.model.train(modes[0][1])
+                for module, was_training in modes:
+                    module.training = was_training
+
     def memory(self) -> dict[str, int]:
         """Bytes that this rank keeps, by what they are for."""
         masters = sum(master.nbytes for master in self.committer.masters.values())

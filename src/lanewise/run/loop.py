@@ -136,6 +136,11 @@ class Step:
         return self._outcome is not None
 
     @property
+    def is_open(self) -> bool:
+        """Whether its lanes are being computed, or wait for `update`."""
+        return self._has_iterated and not self.is_updated
+
+    @property
     def loss(self) -> float:
         """The mean loss over all lanes of all ranks, the same on each."""
         return self._known("loss").loss

@@ -3,7 +3,7 @@
 import atexit
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from lanewise.engine.precision import COLUMNS, truth_table
 from lanewise.engine.prepare import prepare
 from lanewise.engine.transport.protocol import Transport
 from lanewise.engine.world import World
-from lanewise.errors import SettingsError, StepError
+from lanewise.errors import DataError, SettingsError, StepError
 from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
 from lanewise.lanes.hosting import even, weighted
 from lanewise.run import digest as digests
 from lanewise.run.connect import connect
+from lanewise.run.evaluate import evaluate
+from lanewise.run.fit import fit
 from lanewise.run.loop import Step
 
 
@@ -86,6 +88,7 @@ class Run:
         self._transport = transport
         self._report = report
         self._engine: Engine | None = None
+        self._step: Step | None = None
         self._is_closed = False
         self.position = 0
         """Steps committed since the beginning of the run."""
@@ -188,12 +191,23 @@ class Run:
             total = min(total, limit)
         while self.position < total:
             shares = self.shares
-            batches = loader.stream(self._portions(loader, self.position, total), self.device)
-            while self.position < total and self.shares == shares:
-                step = Step(self, self.position, batches, self.settings.micro_batches)
-                yield step
-                if not step.is_updated:
-                    raise StepError(f"step {step.index}: the loop went on without step.update().")
+            with closing(loader.stream(self._portions(loader, self.position, total), self.device)) as batches:
+                while self.position < total and self.shares == shares:
+                    self._step = step = Step(self, self.position, batches, self.settings.micro_batches)
+                    yield step
+                    if not step.is_updated:
+                        raise StepError(f"step {step.index}: the loop went on without step.update().")
+
+    fit = fit
+    evaluate = evaluate
+
+    def check_between_steps(self, what: str) -> None:
+        """Refuse a call that may not come between the lanes of a step."""
+        if self._step is not None and self._step.is_open:
+            raise StepError(
+                f"step {self._step.index}: {what} was called inside the step. Call it after step.update(), or before "
+                "the step is iterated."
+            )
 
     def gathered(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Have all parameters whole on this rank, to evaluate, generate or export. Call it on all ranks."""
@@ -207,9 +221,12 @@ class Run:
         """Bytes that this rank keeps for the run, by what they are for."""
         return self.engine.memory()
 
-    def log(self, **values: float) -> None:
-        """Report values of your own, with the number of the last step."""
-        self._report(Scalars(self.position, {name: float(value) for name, value in values.items()}))
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Report values of your own, with the number of steps made. Rank 0's are shown.
+
+        >>> run.log(loss=step.loss, lr=scheduler.get_last_lr()[0])      # doctest: +SKIP
+        """
+        self._report(Scalars(self.position, {name: _number(name, value) for name, value in values.items()}))
 
     def rehost(self, hosting: str | Sequence[float]) -> None:
         """Choose how many lanes each rank hosts from the next step on. Never changes a bit of the result."""
@@ -246,3 +263,15 @@ class Run:
     def _after_update(self, step: Step, outcome: Outcome) -> None:
         self.position += 1
         self._report(StepDone(step.index, outcome.loss, outcome.grad_norm, outcome.skipped))
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise DataError(
+            f"run.log: {name} must be one number, found a tensor of shape {tuple(value.shape)}. Reduce it first, as "
+            "with .mean()."
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"run.log: {name} must be one number, found {type(value).__name__}.") from error
