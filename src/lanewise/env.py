@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lanewise.errors import SettingsError
 
@@ -11,6 +12,11 @@ OVERRIDES = "LANEWISE_OVERRIDES"
 """Settings that the launcher puts over the script's, as JSON."""
 RECORD = "LANEWISE_RECORD"
 """What a proof wants recorded, as JSON."""
+
+FAILURES = "LANEWISE_FAILURES"
+"""The folder in which a rank leaves word of the exception that ended it."""
+LAUNCHER = "LANEWISE_LAUNCHER"
+"""The process that started the ranks, and with which they end."""
 
 NUMERIC_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -77,6 +83,31 @@ def overrides(environ: Mapping[str, str] = os.environ) -> dict[str, object]:
 def record(environ: Mapping[str, str] = os.environ) -> dict[str, object]:
     """What a proof wants recorded, or nothing."""
     return _json_object(environ, RECORD)
+
+
+def failures(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a rank leaves word of its exception."""
+    return Path(environ[FAILURES])
+
+
+def launcher(environ: Mapping[str, str] = os.environ) -> int:
+    """The process that started this rank."""
+    return int(environ[LAUNCHER])
+
+
+def for_ranks(overrides: Mapping[str, object], failures: Path, launcher: int) -> dict[str, str]:
+    """What ranks are told beside their place in the world."""
+    return {
+        OVERRIDES: json.dumps(dict(overrides)),
+        FAILURES: str(failures),
+        LAUNCHER: str(launcher),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(overrides.get("threads", 1))),
+    }
+
+
+def set_all(values: Mapping[str, str]) -> None:
+    """Set variables, for the processes that this one starts."""
+    os.environ.update(values)
 
 
 def numeric_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -52,6 +52,29 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
     return PrefixStore(f"lanewise/{launch.attempt}", tcp)
 
 
+def serve_store(port: int | None) -> tuple[Store, int]:
+    """A store that this process serves to others of this host, on a port that nobody else can take."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port or 0))
+        except OSError as error:
+            raise ExchangeError(
+                f"port {port} is in use by another process. Another run may still be up; choose another --port, "
+                "or leave it out to have one chosen."
+            ) from error
+        listener.listen()
+        found = int(listener.getsockname()[1])
+        store = TCPStore(
+            "127.0.0.1",
+            found,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, found
+
+
 def tell_all(store: Store, rank: int, size: int, key: str, value: object, timeout: timedelta) -> list[Any]:
     """Exchange one JSON value a rank through the store; the values of all ranks in order."""
     store.set(f"{key}/{rank}", json.dumps(value))
