@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.sum import Addend, Leaf, carry_out
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing, Transfer
 from lanewise.engine.unit import Flat, Unit
@@ -39,10 +40,11 @@ class _Open:
 class EagerSum:
     """Gradients of the owned slots of all flats, summed over the lanes."""
 
-    def __init__(self, world: World, flats: Sequence[Flat]) -> None:
+    def __init__(self, world: World, flats: Sequence[Flat], check: FiniteCheck) -> None:
         """`flats` come in the order in which they are exchanged."""
         self._world = world
         self._flats = tuple(flats)
+        self._check = check
         self._pieces = {flat.number: world.pieces(flat) for flat in flats}
         self._schedule: Schedule | None = None
         self._offers: dict[torch.dtype, _Ring | _Parcels] = {}
@@ -127,7 +129,10 @@ class EagerSum:
             addends[leaf_node(lanes[me] or 0)] = item.leaf.parts((low, high))
         start = self._world.my_span(item.flat)[0]
         registers = [r[low - start : high - start] for r in self._registers[item.flat.number]]
-        carry_out(self._program.rounds[item.number], registers, addends)
+        instructions = self._program.rounds[item.number]
+        carry_out(instructions, registers, addends)
+        is_last = item.number == len(self._program.rounds) - 1
+        self._check.look(item.flat, (low, high), instructions, registers, addends, is_last)
         item.transfer.close()
 
 

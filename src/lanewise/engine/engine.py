@@ -15,6 +15,7 @@ from lanewise.engine.buffers import Buffers
 from lanewise.engine.collect import Collector
 from lanewise.engine.commit import Committer, Outcome
 from lanewise.engine.eager import EagerSum
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.passes import Passes
 from lanewise.engine.report import LaneReport, RankReport, exchange_reports
 from lanewise.engine.strategies import Strategy
@@ -43,9 +44,12 @@ class Engine:
         in_order = (*reversed(units[1:]), units[0])
         trainable = tuple(flat for unit in in_order for flat in unit.trainable)
         self.home = strategy.home(world, units)
-        self.sum = strategy.gradient_sum(world, trainable, reduction)
-        self.collector = Collector(in_order, self.sum, names_lanes=nonfinite == "raise")
-        self.committer = Committer(world, strategy, self.home, self.sum, self.collector.parameters, nonfinite)
+        self._check = FiniteCheck(nonfinite, any(flat.dtype == torch.float16 for flat in trainable))
+        self.sum = strategy.gradient_sum(world, trainable, reduction, self._check)
+        self.collector = Collector(in_order, self.sum)
+        self.committer = Committer(
+            world, strategy, self.home, self.sum, self._check, self.collector.parameters, nonfinite
+        )
         self.passes = Passes(units, self.home, self.collector.unit_complete)
         self.buffers = Buffers(model, world.transport)
         self._versions: list[int] = []
@@ -58,6 +62,7 @@ class Engine:
         self._step = step
         self._check_untouched()
         self._schedule = self.sum.schedule(shares)
+        self._check.begin_step()
         self.sum.begin_step(self._schedule)
         self.collector.begin_step()
         self.buffers.begin_step()
