@@ -57,6 +57,7 @@ class LateSum:
     def begin_step(self, schedule: Schedule) -> None:
         """Plan the step; find room for as many whole gradients as its sums need."""
         self._number = 0
+        self._announced: int | None = None
         self._opened: deque[_Open] = deque()
         self._sending: list[Transfer] = []
         self._waiting: deque[tuple[Flat, Leaf | None]] = deque()
@@ -124,10 +125,11 @@ class LateSum:
         if self._world.transport.is_shared:
             return
         under_way: list[Arrival] = []
+        number = self._world.transport.announce("the gather of gradients")
         for flat in self._flats:
             whole = self._rows[flat.sum_dtype].whole(flat, 0)
             where = f"the gather of gradients of unit {flat.unit_name}"
-            under_way.append(self._world.transport.gather(whole, self._world.spans(flat), where))
+            under_way.append(self._world.transport.gather(whole, self._world.spans(flat), where, number))
         for arrival in under_way:
             arrival.wait()
 
@@ -182,9 +184,10 @@ class LateSum:
                     flat.layout.segments(piece[me], transport.sends_alone) if is_leaf else ((0, high - low),)
                 )
                 incoming.append(rows.incoming(peer, register, flat, piece[me], segments))
-        return transport.open(
-            rows.board, outgoing, incoming, f"the exchange of gradients of {flat.unit_name}"
-        )
+        if self._announced is None:
+            self._announced = transport.announce("the exchange of gradients")
+        where = f"the exchange of gradients of {flat.unit_name}"
+        return transport.open(rows.board, outgoing, incoming, where, self._announced)
 
     def _collect(self) -> None:
         item = self._opened.popleft()

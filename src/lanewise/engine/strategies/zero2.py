@@ -26,4 +26,4 @@ class Zero2:
         """As each unit's backward ends, in every round."""
         if reduction == "native":
             return NativeSum(world, flats, check, keeps_all=False, every_round=True)
-        return EagerSum(world, flats, check)
+        return EagerSum(world, flats, check, is_followed=False)

@@ -59,11 +59,20 @@ class MessageTransport:
         """Never called: there is no common memory."""
         raise AssertionError("ranks that exchange messages have no common memory")
 
+    def announce(self, where: str) -> int:
+        """Send a header."""
+        return self._headers.announce(where)
+
     def open(
-        self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
+        self,
+        board: Board,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        where: str,
+        under: int | None = None,
     ) -> "MessageTransfer":
         """Start to send and to receive."""
-        number = self._headers.announce(where)
+        number = self._headers.announce(where) if under is None else under
         sent = [(item.peer, tensor) for item in outgoing for tensor in item.tensors]
         by_peer = sorted(range(len(incoming)), key=lambda n: incoming[n].peer)
         lengths = [incoming[n].span[1] - incoming[n].span[0] for n in by_peer]
@@ -75,13 +84,15 @@ class MessageTransport:
             for low, high in between(incoming[n].segments, part.numel()):
                 part[low:high].zero_()
             arriving += [(incoming[n].peer, part[low:high]) for low, high in incoming[n].segments]
-        flight = self._wire.exchange(number, sent, whole, arriving)
+        flight = self._wire.exchange(sent, whole, arriving)
         return MessageTransfer(self, number, flight, received, where)
 
-    def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> "MessageArrival":
+    def gather(
+        self, whole: torch.Tensor, spans: Sequence[Span], where: str, under: int | None = None
+    ) -> "MessageArrival":
         """Start to send my span to all and to receive theirs in place."""
-        number = self._headers.announce(where)
-        return MessageArrival(self, number, self._wire.gather(number, whole, spans), where)
+        number = self._headers.announce(where) if under is None else under
+        return MessageArrival(self, number, self._wire.gather(whole, spans), where)
 
     def add_up(
         self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool, where: str

@@ -73,15 +73,26 @@ class SharedTransport:
         """One stretch of memory that all ranks map."""
         return self._allocate(max(num_bytes, 1) if self.rank == 0 else 0)[0].tensor
 
+    def announce(self, where: str) -> int:
+        """Write it down."""
+        return self._calls.note(where)
+
     def open(
-        self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
+        self,
+        board: Board,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        where: str,
+        under: int | None = None,
     ) -> "SharedTransfer":
         """Let the others read; nothing moves."""
-        call = self._calls.note(where)
+        call = self._calls.note(where) if under is None else under
         self._num_transfers = self._opened[self.rank].advance()
         return SharedTransfer(self, self._num_transfers, call, board, incoming, where)
 
-    def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> "SharedArrival":
+    def gather(
+        self, whole: torch.Tensor, spans: Sequence[Span], where: str, under: int | None = None
+    ) -> "SharedArrival":
         """Bring every rank's span together. `whole` is private memory; it goes through the mail."""
         for owner, (start, stop) in enumerate(spans):
             self._relay(owner, whole[start:stop], where)
