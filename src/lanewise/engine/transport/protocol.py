@@ -127,6 +127,6 @@ class Transport(Protocol):
         """Leave word of what this rank does now, for the error message of a rank that waits for it."""
         ...
 
-    def close(self, in_peace: bool) -> None:
-        """Give everything back. `in_peace` says that this rank ends as planned."""
+    def close(self, failure: str | None) -> None:
+        """Give everything back. `failure` says what went wrong, where this rank does not end as planned."""
         ...
