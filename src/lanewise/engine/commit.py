@@ -11,7 +11,6 @@ import torch
 
 from lanewise.config import NonFinite
 from lanewise.engine import sum as sums
-from lanewise.engine.finite import FiniteCheck, is_finite
 from lanewise.engine.homes import Home
 from lanewise.engine.optimizer import Slice, SlicedOptimizer, divide
 from lanewise.engine.precision import LossScale
@@ -19,7 +18,6 @@ from lanewise.engine.report import RankReport, StepReport
 from lanewise.engine.strategies import GradientSum, Strategy
 from lanewise.engine.unit import Flat
 from lanewise.engine.world import World
-from lanewise.errors import NonFiniteError
 from lanewise.lanes.layout import Part
 
 
@@ -31,6 +29,9 @@ class Outcome:
     weight: float
     grad_norm: float | None
     skipped: bool
+    """Whether nothing was updated, because a gradient was not finite."""
+    refusal: str | None
+    """Why the step is an error, where it was skipped and should not have been."""
     loss_scale: float
 
 
@@ -43,23 +44,21 @@ class Committer:
         strategy: Strategy,
         home: Home,
         gradient_sum: GradientSum,
-        check: FiniteCheck,
         parameters: Sequence[tuple[Flat, int]],
         nonfinite: NonFinite,
+        scale: LossScale,
     ) -> None:
         self._world = world
         self._updates_everything = strategy.updates_everything
         self._home = home
         self._sum = gradient_sum
-        self._check = check
         self._parameters = parameters
         self._index = {(flat.number, place): n for n, (flat, place) in enumerate(parameters)}
         self._flats = tuple(dict.fromkeys(flat for flat, _ in parameters))
         self._nonfinite = nonfinite
         self.masters: dict[tuple[int, int], torch.Tensor] = {}
         """The wide copy of what an owner owns of a flat, by flat and owner."""
-        uses_fp16 = any(flat.dtype == torch.float16 for flat in self._flats)
-        self.scale = LossScale(is_active=True) if uses_fp16 else LossScale(value=1.0)
+        self.scale = scale
         self.optimizer: SlicedOptimizer
 
     @property
@@ -93,18 +92,17 @@ class Committer:
 
     def examine(self, report: RankReport, wants_norm: bool) -> None:
         """Note what this rank's sums say: whether they are finite, and their squares by slot."""
-        report.bad_total = self._first_bad()
-        bad = [(lane, self._index[flat, field]) for lane, flat, field in self._check.leaves]
-        report.bad_leaf = min(bad, default=None)
+        if self._nonfinite != "ignore" or self.scale.is_active:
+            report.bad_total = self._first_bad()
         if wants_norm:
             report.slot_squares = self._squares()
 
     def commit(self, report: StepReport, clip: float | None, clip_value: float | None) -> Outcome:
         """Decide, and step."""
         overflowed = any(index >= 0 for index in report.bad_totals)
-        skipped = overflowed and (self.scale.is_active or self._nonfinite == "skip")
-        if overflowed and not skipped and self._nonfinite == "raise":
-            raise NonFiniteError(self._describe_bad(report))
+        is_routine = self.scale.can_shrink or self._nonfinite == "skip"
+        skipped = overflowed and (is_routine or self._nonfinite == "raise")
+        refusal = self._describe_bad(report) if skipped and not is_routine else None
         scale = self.scale.value
         divisor = report.total_weight * scale
         norm = None
@@ -116,7 +114,7 @@ class Committer:
         if not skipped:
             self._step(report.present, divisor, clip_value)
         self.scale.update(overflowed)
-        return Outcome(report.mean_loss, report.total_weight, norm, skipped, scale)
+        return Outcome(report.mean_loss, report.total_weight, norm, skipped, refusal, scale)
 
     def _step(self, present: Sequence[bool], divisor: float, clip_value: float | None) -> None:
         if self._updates_everything or clip_value is not None:
@@ -148,11 +146,11 @@ class Committer:
     def _first_bad(self) -> int:
         """The first parameter of this rank's slots whose sum is not finite, or -1."""
         for flat in self._flats:
-            if flat.number not in self._check.flats:
-                continue
             total = self._sum.total(flat, self._world.rank)
+            if sums.is_finite(total):
+                continue
             for part in self._my_parts(flat):
-                if not is_finite(total[part.offset : part.offset + part.stop - part.start]):
+                if not sums.is_finite(total[part.offset : part.offset + part.stop - part.start]):
                     return self._index[flat.number, part.field]
         return -1
 
@@ -175,8 +173,8 @@ class Committer:
             "Nothing was updated. Look at that lane's samples and loss; nonfinite='skip' leaves such steps out, "
             "nonfinite='ignore' updates anyway."
         )
-        if report.bad_leaf is not None:
-            lane, index = report.bad_leaf
-            return f"the gradient of {name(index)} is not finite in lane {lane}. {advice}"
+        for lane, entry in enumerate(report.lanes):
+            if entry.first_bad >= 0:
+                return f"the gradient of {name(entry.first_bad)} is not finite in lane {lane}. {advice}"
         first = min(index for index in report.bad_totals if index >= 0)
         return f"the gradient of {name(first)} is finite in every lane, but its sum over the lanes is not. {advice}"

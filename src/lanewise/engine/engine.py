@@ -9,13 +9,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lanewise.config import NonFinite, Reduction
+from lanewise.engine import precision
 from lanewise.engine.buffers import Buffers
 from lanewise.engine.collect import Collector
 from lanewise.engine.commit import Committer, Outcome
 from lanewise.engine.eager import EagerSum
-from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.passes import Passes
 from lanewise.engine.report import LaneReport, RankReport, exchange_reports
 from lanewise.engine.strategies import Strategy
@@ -44,25 +45,32 @@ class Engine:
         in_order = (*reversed(units[1:]), units[0])
         trainable = tuple(flat for unit in in_order for flat in unit.trainable)
         self.home = strategy.home(world, units)
-        self._check = FiniteCheck(nonfinite, any(flat.dtype == torch.float16 for flat in trainable))
-        self.sum = strategy.gradient_sum(world, trainable, reduction, self._check)
-        self.collector = Collector(in_order, self.sum)
+        self.sum = strategy.gradient_sum(world, trainable, reduction)
+        self.collector = Collector(in_order, self.sum, names_lanes=nonfinite == "raise")
+        scale = precision.loss_scale(self.flats)
         self.committer = Committer(
-            world, strategy, self.home, self.sum, self._check, self.collector.parameters, nonfinite
+            world, strategy, self.home, self.sum, self.collector.parameters, nonfinite, scale
         )
         self.passes = Passes(units, self.home, self.collector.unit_complete)
         self.buffers = Buffers(model, world.transport)
+        self._handles: list[RemovableHandle] = []
         self._versions: list[int] = []
         self._report = RankReport()
         self._done: list[int] = []
         self._schedule: Schedule
 
+    def install(self, dtype: torch.dtype | None) -> None:
+        """Hook the model; `dtype` is what its inputs are cast to, where that was asked for."""
+        self.passes.install()
+        if dtype is not None:
+            self._handles.append(precision.cast_inputs(self.model, dtype))
+
     def begin_step(self, step: int, shares: Sequence[int]) -> Schedule:
         """Plan a step in which each rank hosts so many lanes. Collective."""
         self._step = step
         self._check_untouched()
+        self.committer.optimizer.check_groups()
         self._schedule = self.sum.schedule(shares)
-        self._check.begin_step()
         self.sum.begin_step(self._schedule)
         self.collector.begin_step()
         self.buffers.begin_step()
@@ -81,9 +89,10 @@ class Engine:
     def backward(self, loss: torch.Tensor, weight: float, factor: float, is_last: bool) -> None:
         """Add a loss to the lane. `factor` scales it; `is_last` says that the lane's gradient is then whole."""
         report = self._report.lanes[self._lane]
-        report.loss += float(loss.detach()) * factor
+        if factor:
+            report.loss += float(loss.detach()) * factor
         report.weight += weight
-        report.is_padding = factor == 0.0
+        report.is_padding = report.weight == 0.0
         if is_last:
             self.collector.begin(report)
         root = factor * self.committer.scale.value
@@ -123,8 +132,9 @@ class Engine:
             self._report, transport, self._schedule, self.world.slots, num_parameters, where
         )
         outcome = self.committer.commit(report, clip, clip_value)
-        real_lanes = [not lane.is_padding for lane in report.lanes]
-        self.buffers.commit(report.changed_buffers, self._schedule, real_lanes)
+        if not outcome.skipped:
+            real_lanes = [not lane.is_padding for lane in report.lanes]
+            self.buffers.commit(report.changed_buffers, self._schedule, real_lanes)
         self.sum.end_step()
         self.home.publish()
         self._versions = self._current_versions()
@@ -178,8 +188,11 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Unhook the model."""
+        """Unhook the model and the optimizer."""
         self.passes.remove()
+        for handle in self._handles:
+            handle.remove()
+        self.committer.optimizer.release()
 
     def _current_versions(self) -> list[int]:
         if self.home.frees:

@@ -7,28 +7,20 @@ and padding never meets the optimizer.
 """
 
 import copy
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lanewise.engine.unit import Flat
-from lanewise.errors import OptimizerError
+from lanewise.errors import OptimizerError, StepError
 from lanewise.lanes.layout import Part
 
-ELEMENTWISE = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
-
-REFUSED = {
-    "Adafactor": "its second moments are sums over rows and columns of whole tensors; use AdamW",
-    "LBFGS": "it searches along the gradient of all parameters at once; use SGD with momentum or AdamW",
-    "Muon": "it orthogonalises whole matrices; use AdamW",
-    "SparseAdam": "it wants sparse gradients on whole tensors; use Adam or Adagrad, which take the rows of "
-    "sparse=True embeddings here",
-}
+_WIDE_BLOCK = 1 << 16
+"""Elements to widen at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,92 +45,50 @@ class Slice:
         return self.flat.groups[self.part.field]
 
 
-def check(optimizer: Any) -> None:
-    """Refuse what cannot be split into slices, before anything is touched."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(
-            f"prepare needs an optimizer made on the model's parameters, found {type(optimizer).__name__}. "
-            "Pass for example torch.optim.AdamW(model.parameters())."
-        )
-    kind = type(optimizer)
-    name = kind.__name__
-    is_torch = kind.__module__.startswith("torch.optim")
-    if is_torch and name in REFUSED:
-        raise OptimizerError(f"torch.optim.{name} cannot work on slices of parameters: {REFUSED[name]}.")
-    if not is_torch or name not in ELEMENTWISE:
-        _probe(optimizer)
-    if any(state and _num_steps(state) != 0 for state in optimizer.state.values()):
-        raise OptimizerError(
-            f"the {name} given to prepare has already stepped: its state belongs to whole parameters. Call "
-            "prepare before the first optimizer.step()."
-        )
-
-
-def _num_steps(state: dict[str, Any]) -> float | None:
-    """How often a parameter was stepped; None where its state does not count."""
-    step = state.get("step")
-    return step.item() if isinstance(step, torch.Tensor) else step
-
-
-def _probe(optimizer: torch.optim.Optimizer) -> None:
-    """Accept an optimizer we do not know only if two halves of a tensor step to the bits of the whole."""
-    name = type(optimizer).__name__
-    advice = (
-        "Lanewise splits parameters between ranks, so it needs an optimizer that treats every element by "
-        "itself, such as AdamW."
-    )
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(16, 16, generator=generator)
-    gradients = [torch.randn(16, 16, generator=generator) for _ in range(3)]
-    try:
-        whole = _try_steps(optimizer, [start], [[g] for g in gradients])[0]
-        halves = _try_steps(optimizer, start.flatten().chunk(2), [g.flatten().chunk(2) for g in gradients])
-    except Exception as error:
-        raise OptimizerError(
-            f"{name} is not an optimizer Lanewise knows, and a trial on slices of a tensor failed with "
-            f"{type(error).__name__}: {error}. {advice}"
-        ) from error
-    if not torch.equal(whole.flatten(), torch.cat(list(halves))):
-        raise OptimizerError(
-            f"{name} gives other values when a tensor is split in two, so it cannot work on slices. {advice}"
-        )
-
-
-def _try_steps(
-    optimizer: torch.optim.Optimizer,
-    starts: Iterable[torch.Tensor],
-    gradients: Iterable[Iterable[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Three steps of a copy of the optimizer on other tensors."""
-    trial = copy.copy(optimizer)
-    tensors = [torch.nn.Parameter(start.clone()) for start in starts]
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    trial.param_groups = [{**copy.deepcopy(options), "params": tensors}]
-    trial.state = defaultdict(dict)
-    for row in gradients:
-        for tensor, gradient in zip(tensors, row, strict=True):
-            tensor.grad = gradient.clone()
-        type(trial).step(trial)
-    return [tensor.detach() for tensor in tensors]
-
-
 class SlicedOptimizer:
     """The user's optimizer after its parameters have been replaced by slices."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, slices: Sequence[Slice]) -> None:
         self.optimizer = optimizer
         self.slices = tuple(slices)
-        self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-            group.get("fused") for group in optimizer.param_groups
-        )
+        self._is_fp32 = all(piece.tensor.dtype == torch.float32 for piece in slices)
         made_by_constructor = dict(optimizer.state)
         optimizer.state.clear()
         for number, group in enumerate(optimizer.param_groups):
             group["params"][:] = [s.tensor for s in slices if s.group == number]
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
         for piece in slices:
             whole = made_by_constructor.get(piece.flat.parameters[piece.part.field], {})
             for key, value in whole.items():
-                optimizer.state[piece.tensor][key] = _cut(value, piece)
+                optimizer.state[piece.tensor][key] = _cut(optimizer, key, value, piece)
+        self._is_stepping = False
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._check_step),
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+            optimizer.register_load_state_dict_pre_hook(_refuse_load),
+        ]
+
+    def release(self) -> None:
+        """Let go of the user's optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def check_groups(self) -> None:
+        """The user may change any option of a group between steps, but not what is in it."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._groups):
+            raise OptimizerError(
+                f"the optimizer has {len(groups)} groups, and had {len(self._groups)} at prepare. Parameters cannot "
+                "join a run that has begun: give the optimizer all of them before prepare, those that wait with lr=0."
+            )
+        for number, (group, ours) in enumerate(zip(groups, self._groups, strict=True)):
+            now = group["params"]
+            if len(now) != len(ours) or any(a is not b for a, b in zip(now, ours, strict=True)):
+                raise OptimizerError(
+                    f"the parameters of optimizer group {number} were replaced after prepare. They are this rank's "
+                    "slices, and only they are updated; change the other entries of a group, such as lr, as you like."
+                )
 
     def step(self, gradients: Sequence[torch.Tensor | None], divisor: float) -> None:
         """One step on sums of gradients, each divided by `divisor` first; None leaves a slice alone.
@@ -146,13 +96,14 @@ class SlicedOptimizer:
         A fused optimizer divides within its own pass over memory, to the same bits.
         """
         optimizer: Any = self.optimizer
-        passed_on = self._takes_scale and divisor != 1.0
+        passed_on = divisor != 1.0 and self._takes_divisor(divisor)
         if not passed_on:
             for gradient in gradients:
                 if gradient is not None:
                     divide(gradient, divisor)
         for piece, gradient in zip(self.slices, gradients, strict=True):
             piece.tensor.grad = gradient
+        self._is_stepping = True
         try:
             if passed_on:
                 device = self.slices[0].tensor.device if self.slices else "cpu"
@@ -160,6 +111,7 @@ class SlicedOptimizer:
                 optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)
             optimizer.step()
         finally:
+            self._is_stepping = False
             if passed_on:
                 del optimizer.grad_scale, optimizer.found_inf
             for piece in self.slices:
@@ -167,26 +119,79 @@ class SlicedOptimizer:
 
     def state_of(self, piece: Slice) -> dict[str, torch.Tensor]:
         """The optimizer's state of a slice, by name; single numbers as tensors without dimensions."""
-        state = self.optimizer.state.get(piece.tensor, {})
-        return {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
+        found = {}
+        for key, value in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
+            if isinstance(value, torch.Tensor):
+                found[key] = value
+            elif isinstance(value, (int, float)):
+                found[key] = torch.tensor(value, dtype=torch.float64)
+        return found
 
     @property
     def num_bytes(self) -> int:
         """Memory of the state."""
         return sum(t.nbytes for piece in self.slices for t in self.state_of(piece).values())
 
+    def _takes_divisor(self, divisor: float) -> bool:
+        """Whether the optimizer's own kernel divides by just this number: it takes an fp32."""
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        takes_one = is_fused and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        return takes_one and self._is_fp32 and _fits(divisor, torch.float32)
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        if not self._is_stepping:
+            raise StepError(
+                f"{type(optimizer).__name__}.step was called by the script. In a run step.update() steps the "
+                "optimizer, after gradients have been summed over lanes and ranks. Remove the call; zero_grad is not "
+                "needed either."
+            )
+
 
 def divide(gradient: torch.Tensor, divisor: float) -> None:
-    """Divide in place by a number rounded to the gradient's own precision."""
-    if divisor != 1.0:
+    """Divide in place by a number rounded to the gradient's own precision, or in fp64 where it does not fit."""
+    if divisor == 1.0:
+        return
+    if _fits(divisor, gradient.dtype):
         gradient.div_(torch.tensor(divisor, dtype=gradient.dtype, device=gradient.device))
+        return
+    for block in gradient.view(-1).split(_WIDE_BLOCK):
+        block.copy_(block.double().div_(divisor))
 
 
-def _cut(value: Any, piece: Slice) -> Any:
+def _fits(number: float, dtype: torch.dtype) -> bool:
+    """Whether a number keeps its value in a type, up to rounding. Infinity and NaN do."""
+    limits = torch.finfo(dtype)
+    return not math.isfinite(number) or limits.tiny <= abs(number) <= limits.max
+
+
+def _cut(optimizer: torch.optim.Optimizer, key: str, value: Any, piece: Slice) -> Any:
     """The part of a state value that belongs to a slice."""
     parameter = piece.flat.parameters[piece.part.field]
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if value.numel() == parameter.numel() and value.shape == parameter.shape:
-        return value.reshape(-1)[piece.part.start : piece.part.stop].to(piece.tensor.dtype).clone()
-    return value.clone()
+    if key == "step" or value.shape != parameter.shape:
+        return value.clone()
+    if not value.is_meta:
+        return value.reshape(-1)[piece.part.start : piece.part.stop].to(piece.tensor, copy=True)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        first = optimizer.param_groups[piece.group]["initial_accumulator_value"]
+        return torch.full_like(piece.tensor, first)
+    raise OptimizerError(
+        f"the constructor of {type(optimizer).__name__} made state {key!r} of parameter {piece.name!r} on the meta "
+        "device, where it has no values. Build the model on a real device, or use an optimizer whose state is made "
+        "in its first step."
+    )
+
+
+def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.state_dict after prepare would hold this rank's slices only, and no other run "
+        "could load it. run.digest() compares the whole state; run.gathered() gives whole parameters."
+    )
+
+
+def _refuse_load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.load_state_dict after prepare: the state is that of whole parameters, and the "
+        "optimizer now holds this rank's slices of them."
+    )

@@ -1,13 +1,17 @@
 """Which numbers have which type, said out loud, and the scale of an fp16 loss.
 
 The peers' quietest bug is a master copy that is not there. So every run prints what is stored, computed,
-sent, summed and kept by the optimizer, and a parameter stored in 16 bits always has an fp32 master.
+sent, summed and kept by the optimizer, and a parameter trained in 16 bits always has an fp32 master.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from lanewise.config import Precision
 from lanewise.engine.unit import Flat
@@ -67,6 +71,11 @@ class LossScale:
     growth_interval: int = 2000
     is_active: bool = False
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow may be the scale's own doing."""
+        return self.is_active and self.value > 1.0
+
     def update(self, overflowed: bool) -> None:
         """Learn from one step."""
         if not self.is_active:
@@ -81,6 +90,21 @@ class LossScale:
                 self.good_steps = 0
 
 
-def inactive() -> LossScale:
-    """No scale: the loss is used as it is."""
-    return LossScale(value=1.0)
+def loss_scale(flats: Sequence[Flat]) -> LossScale:
+    """A scale where anything is computed in fp16, frozen parameters included; else none."""
+    uses_fp16 = any(flat.dtype == torch.float16 for flat in flats)
+    return LossScale(is_active=True) if uses_fp16 else LossScale(value=1.0)
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
+    """Have the floating-point tensors that a model is called with arrive in the type it is stored in."""
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def before(module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        return tree_map_only(torch.Tensor, narrow, (arguments, keywords))
+
+    hook: Any = before
+    hook._torchdynamo_disable = True
+    return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)

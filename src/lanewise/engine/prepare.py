@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from lanewise.config import Settings
-from lanewise.engine import hashing, strategies
-from lanewise.engine import optimizer as optimizers
+from lanewise.engine import accept, hashing, strategies
 from lanewise.engine.build import build_units, group_of_each, layout_words
 from lanewise.engine.engine import Engine
 from lanewise.engine.find import Selector, check_model, find_units
 from lanewise.engine.first_values import FirstValues, Init
+from lanewise.engine.precision import STORED
 from lanewise.engine.unit import Flat, Unit, all_flats
 from lanewise.engine.world import World
 from lanewise.errors import HandshakeError, ModelError
@@ -30,7 +30,7 @@ def prepare(
 ) -> Engine:
     """Make an engine. Collective."""
     check_model(model)
-    optimizers.check(optimizer)
+    accept.check(optimizer, world.device)
     groups = group_of_each(model, optimizer)
     found = find_units(model, selectors)
     units = build_units(found, groups, settings.precision, settings.lanes)
@@ -50,7 +50,7 @@ def prepare(
             hashes.append(_settle(unit, engine))
     _check_made_values(units, hashes, world)
     engine.committer.adopt(optimizer)
-    engine.passes.install()
+    engine.install(STORED[settings.precision])
     world.transport.barrier("the end of prepare")
     return engine
 

@@ -89,7 +89,8 @@ def _hash_states(engine: Engine) -> dict[Place, bytes]:
             high = low + part.stop - part.start
             tensors = [piece.tensor[low:high]] if piece.flat.has_master else []
             state = engine.committer.optimizer.state_of(piece)
-            tensors += [value[low:high] if value.dim() else value for value in state.values()]
+            shape = piece.tensor.shape
+            tensors += [value[low:high] if value.shape == shape else value for value in state.values()]
             hashes[piece.flat.number, slot, piece.part.field] = hashing.of(tensors)
     return hashes
 

@@ -8,7 +8,7 @@ import torch
 from lanewise.data.loader import Portion
 from lanewise.engine import randomness
 from lanewise.engine.commit import Outcome
-from lanewise.errors import StepError
+from lanewise.errors import NonFiniteError, StepError
 
 if TYPE_CHECKING:
     from lanewise.run.session import Run
@@ -114,7 +114,11 @@ class Step:
         self._engine.backward(value, lane_weight, factor, is_last)
 
     def update(self, clip: float | None = None, clip_value: float | None = None) -> None:
-        """Exchange gradients, clip them by their global norm or by value, and step the optimizer."""
+        """Exchange gradients, clip them by their global norm or by value, and step the optimizer.
+
+        Where a gradient is not finite, nothing is updated, this step is over, and NonFiniteError says whose it
+        was, on every rank alike. Catch it to go on with the next step.
+        """
         if self._outcome is not None:
             raise StepError(f"step {self.index}: step.update was called twice.")
         if not self._is_complete:
@@ -129,6 +133,8 @@ class Step:
                 raise StepError(f"step {self.index}: {name} must be positive, found {value}.")
         self._outcome = self._engine.update(clip, clip_value)
         self._run._after_update(self, self._outcome)
+        if self._outcome.refusal is not None:
+            raise NonFiniteError(f"step {self.index}: {self._outcome.refusal}")
 
     @property
     def is_updated(self) -> bool:
