@@ -10,14 +10,18 @@ from lanewise import errors
 from lanewise.version import __version__
 
 if TYPE_CHECKING:
+    from lanewise import metrics
     from lanewise.run.session import Run, start
 
 _WHERE = {"Run": "lanewise.run.session", "start": "lanewise.run.session"}
+_MODULES = ("metrics",)
 
-__all__ = ["Run", "__version__", "errors", "start"]
+__all__ = ["Run", "__version__", "errors", "metrics", "start"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"lanewise.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'lanewise' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)

@@ -5,7 +5,7 @@ to. Counts that are integers are added, which is exact in any order; those that 
 canonical order of the batches. So a metric has the same bits however many ranks have counted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -29,6 +29,12 @@ class Metric(Protocol):
     def compute(self, counts: torch.Tensor) -> float:
         """The value of the counts of all batches, added up."""
         ...
+
+
+class _Callable:
+    def __call__(self: Metric, predictions: Any, targets: Any) -> float:
+        """The value of one batch alone."""
+        return self.compute(self.count(predictions, targets))
 
 
 class Tally:
@@ -59,7 +65,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class Accuracy(_Callable):
     """The part of samples (or tokens) whose class is predicted.
 
     Predictions are class numbers, or scores with one column a class; `top_k` counts a sample as right when
@@ -74,7 +80,7 @@ class Accuracy:
     top_k: int = 1
     ignore_index: int | None = None
     threshold: float = 0.5
-    """From where on a single score is the positive class."""
+    """From where on a single score means class 1. Use 0 where scores are logits."""
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -93,10 +99,6 @@ class Accuracy:
         """Right ones over all."""
         return _ratio(counts[0], counts[1])
 
-    def __call__(self, predictions: torch.Tensor, targets: torch.Tensor) -> float:
-        """The value of one batch alone."""
-        return self.compute(self.count(predictions, targets))
-
     def _count_top(self, predictions: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:
         scores = _scores_last(predictions, targets)
         if scores.shape[-1] < self.top_k:
@@ -108,7 +110,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class _ByClass:
+class _ByClass(_Callable):
     """Counts by class: how often it was right, predicted, and true.
 
     `average="binary"` looks at class 1 alone, "micro" at all samples together, "macro" takes the mean over
@@ -119,7 +121,7 @@ class _ByClass:
     num_classes: int | None = None
     ignore_index: int | None = None
     threshold: float = 0.5
-    """From where on a single score is the positive class."""
+    """From where on a single score means class 1. Use 0 where scores are logits."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -151,10 +153,6 @@ class _ByClass:
         """The mean over the classes that occur."""
         rows = [self._of(*column) for column in counts.T.tolist() if any(column)]
         return sum(rows) / len(rows) if rows else 0.0
-
-    def __call__(self, predictions: torch.Tensor, targets: torch.Tensor) -> float:
-        """The value of one batch alone."""
-        return self.compute(self.count(predictions, targets))
 
     def _of(self, right: int, predicted: int, true: int) -> float:
         raise NotImplementedError
@@ -197,11 +195,11 @@ class F1(_ByClass):
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Callable):
     """The mean of any function of predictions and targets, such as a loss.
 
-    The function gives one value a sample, or their mean, or a pair (sum, weight) as `step.backward` takes.
-    Its sums are fp64.
+    The function gives one value a sample (or token), or their mean, which is then weighed by the size of the
+    batch, or a pair (sum, weight) as `step.backward` takes. Sums are fp64.
 
     >>> Mean(lambda p, t: (p - t).abs())(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 4.0]))
     1.5
@@ -211,19 +209,15 @@ class Mean:
 
     def count(self, predictions: Any, targets: Any) -> torch.Tensor:
         """The sum and the weight."""
-        return weighted(self.function(predictions, targets), _length(predictions, targets))
+        return _sum_and_weight(self.function(predictions, targets), _length(predictions, targets))
 
     def compute(self, counts: torch.Tensor) -> float:
         """The sum over the weight; 0.0 where nothing was counted."""
         return _ratio(counts[0], counts[1])
 
-    def __call__(self, predictions: Any, targets: Any) -> float:
-        """The value of one batch alone."""
-        return self.compute(self.count(predictions, targets))
-
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(_Callable):
     """The exponential of the mean cross-entropy of each token. 1.0 where nothing was counted.
 
     >>> round(Perplexity()(torch.zeros(2, 5, 7), torch.ones(2, 5, dtype=torch.long)), 4)
@@ -243,31 +237,31 @@ class Perplexity:
         """The exponential of the mean."""
         return exp(min(_ratio(counts[0], counts[1]), 700.0))
 
-    def __call__(self, predictions: torch.Tensor, targets: torch.Tensor) -> float:
-        """The value of one batch alone."""
-        return self.compute(self.count(predictions, targets))
 
-
-def weighted(value: Any, length: int) -> torch.Tensor:
-    """A loss as an fp64 pair of sum and weight. `length` weighs a mean of which no weight is known."""
-    if isinstance(value, Sequence):
+def _sum_and_weight(value: Any, length: int | None) -> torch.Tensor:
+    if isinstance(value, tuple):
         if len(value) != 2:
-            raise DataError(f"a loss must be a tensor or a pair (sum, weight), found {len(value)} values.")
-        return torch.tensor([float(value[0]), float(value[1])], dtype=torch.float64)
+            raise DataError(
+                f"Mean: the function must give values or a pair (sum, weight), found {len(value)}."
+            )
+        both = [float(torch.as_tensor(number).detach()) for number in value]
+        return torch.tensor(both, dtype=torch.float64)
     values = torch.as_tensor(value).detach().double()
-    if values.numel() == 1:
-        return torch.tensor([float(values) * length, length], dtype=torch.float64)
-    return torch.tensor([float(values.sum()), values.numel()], dtype=torch.float64)
+    if values.numel() != 1:
+        return torch.tensor([float(values.sum()), values.numel()], dtype=torch.float64)
+    if length is None:
+        raise DataError(
+            "Mean: one number for a whole batch needs the size of the batch, and neither predictions nor targets are a "
+            "tensor. Let the function give one value a sample, or a pair (sum, weight)."
+        )
+    return torch.tensor([float(values) * length, length], dtype=torch.float64)
 
 
-def _length(predictions: Any, targets: Any) -> int:
+def _length(predictions: Any, targets: Any) -> int | None:
     for values in (targets, predictions):
         if isinstance(values, torch.Tensor):
             return values.shape[0] if values.dim() else 1
-    raise DataError(
-        "a mean of one number a batch needs the batch's size, and neither predictions nor targets are a tensor. "
-        "Return one value a sample, or a pair (sum, weight)."
-    )
+    return None
 
 
 def _ratio(part: Any, whole: Any) -> float:
@@ -303,8 +297,9 @@ def _classes(
     if targets.is_floating_point():
         raise DataError(f"targets must be class numbers (integers or bool), found {targets.dtype}.")
     if predictions.shape != targets.shape:
-        predictions = _scores_last(predictions, targets).argmax(dim=-1)
-    elif predictions.is_floating_point():
+        scores = _scores_last(predictions, targets)
+        predictions = scores.squeeze(-1) if scores.shape[-1] == 1 else scores.argmax(dim=-1)
+    if predictions.is_floating_point():
         predictions = predictions >= threshold
     kept = _kept(targets, ignore_index)
     return predictions[kept].long().cpu(), targets[kept].long().cpu()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lanewise.engine.randomness import seed_all, untouched
 from lanewise.lanes.seeds import derive
@@ -46,7 +47,8 @@ def fetch(
                 return
             yield move(batch, device)
     finally:
-        del loaded  # its workers end with it
+        if isinstance(loaded, _MultiProcessingDataLoaderIter):
+            loaded._shutdown_workers()  # not left to its __del__, because a traceback may hold on to it
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,6 +61,14 @@ class Loader:
     def batch_size(self) -> int:
         """Samples in a global batch."""
         return self.order.batch
+
+    @cached_property
+    def identity(self) -> tuple[int, int, int]:
+        """Samples, batch size, and a hash of what else decides the order: ranks must have the same."""
+        order = self.order
+        lanes = order.lane_of or ()
+        rest = derive("order", order.seed, int(order.shuffle), int(order.drop_last), *lanes)
+        return order.size, order.batch, rest
 
     def portions(self, step: int, lane: int) -> tuple[Portion, ...]:
         """What a lane computes at a step, micro-batch by micro-batch."""
@@ -123,8 +132,12 @@ def make_loader(
     """Check everything and make a loader."""
     size = check_map_style(dataset, "run.loader")
     unit = lanes * micro_batches
+    for name, value in (("batch_size", batch_size), ("num_workers", num_workers)):
+        if not isinstance(value, int):
+            raise DataError(f"run.loader: {name} must be a whole number, found {value!r}.")
     if batch_size < 1 or batch_size % unit:
-        lower, upper = batch_size // unit * unit, (batch_size // unit + 1) * unit
+        lower = max(batch_size // unit * unit, 0)
+        upper = lower + unit
         fitting = f"{lower} or {upper}" if lower > 0 else str(upper)
         divisors = [v for v in range(1, batch_size + 1) if batch_size % (v * micro_batches) == 0]
         what = f"lanes={lanes}" + (f" times micro_batches={micro_batches}" if micro_batches > 1 else "")
@@ -137,6 +150,13 @@ def make_loader(
     order = Order(
         size, batch_size, lanes, seed, shuffle, drop_last, lane_of_each(size, lanes, partition, key)
     )
+    if order.steps_per_epoch == 0 and order.lane_of is not None:
+        counts = [sum(1 for chosen in order.lane_of if chosen == lane) for lane in range(lanes)]
+        raise DataError(
+            f"lane {counts.index(min(counts))} of the partition has only {min(counts)} samples, and with drop_last a "
+            f"step needs {order.lane_batch} in each lane. Use a smaller batch_size, another partition, or "
+            "drop_last=False."
+        )
     if order.steps_per_epoch == 0:
         raise DataError(
             f"the data set has {size} samples, and with drop_last no batch of {batch_size} is full. Use a smaller "

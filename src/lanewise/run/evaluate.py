@@ -22,6 +22,7 @@ from lanewise.lanes.hosting import even, spans
 from lanewise.lanes.seeds import derive
 from lanewise.lanes.tree import Node, aligned, leaf, parent, root, sibling
 from lanewise.metrics import Mean, Metric
+from lanewise.run import agree
 
 if TYPE_CHECKING:
     from lanewise.run.session import Run
@@ -74,7 +75,7 @@ def evaluate(
         raise DataError("run.evaluate: no metrics were given.")
     forward = forward or _predict
     counts = [Counts(name, metric, -(-size // batch_size)) for name, metric in metrics.items()]
-    _compare([size, batch_size, len(counts)], transport)
+    agree.on_evaluation((size, batch_size, len(counts)), transport)
     shares = spans(even(-(-size // batch_size), run.world_size))
     first, stop = shares[run.rank]
     tickets = _tickets(range(first, stop), batch_size, size, run.settings.seed)
@@ -196,17 +197,6 @@ def _combine_one(
     for values, row in zip(received, nodes, strict=True):
         for value, node in zip(values, row, strict=False):
             count.merge(node, value)
-
-
-def _compare(numbers: Sequence[int], transport: Transport) -> None:
-    rows = transport.share(torch.tensor(numbers, dtype=torch.int64), "the start of an evaluation").tolist()
-    for rank, row in enumerate(rows):
-        if row != rows[0]:
-            raise DataError(
-                f"run.evaluate: rank 0 has {rows[0][0]} samples, batch_size={rows[0][1]} and {rows[0][2]} metrics, but "
-                f"rank {rank} has {row[0]}, {row[1]} and {row[2]}. Give every rank the whole data set and the same "
-                "metrics; the run deals the batches out."
-            )
 
 
 def _tickets(numbers: range, batch_size: int, size: int, seed: int) -> Iterator[list[Ticket]]:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lanewise.data.loader import Loader
-from lanewise.engine import hashing
-from lanewise.errors import DivergedError, SettingsError, StepError
+from lanewise.errors import SettingsError, StepError
+from lanewise.run import agree
 from lanewise.run.progress import progress as show_progress
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class _Observed:
             raise SettingsError(
                 f"run.fit: watch={self._watch!r} is not among what evaluate gave: {', '.join(numbers) or 'nothing'}."
             )
-        _agree(run, numbers)
+        agree.on_values(numbers, run.engine.world.transport)
         self.evaluations.append(Evaluation(run.position, numbers))
         run.log(**numbers)
         if self._watch is not None:
@@ -144,18 +144,6 @@ class _Observed:
             else:
                 self.num_worse += 1
         return numbers
-
-
-def _agree(run: "Run", numbers: Mapping[str, float]) -> None:
-    words = [word for name, number in numbers.items() for word in (name, number.hex())]
-    mine = torch.frombuffer(bytearray.fromhex(hashing.of_words(words)), dtype=torch.uint8)
-    rows = run.engine.world.transport.share(mine, "the comparison of an evaluation").tolist()
-    different = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if different:
-        raise DivergedError(
-            f"run.fit: evaluate gave other values on rank(s) {different} than on rank 0, so the ranks would not agree "
-            "on when to stop. Use run.evaluate, which gives all ranks the same."
-        )
 
 
 def _total(loader: Loader, steps: int | None, epochs: int | None) -> int:

@@ -5,10 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as TimeLeftColumn
-
 _SECONDS_BETWEEN_LINES = 10.0
 
 Advance = Callable[[int, float], None]
@@ -29,15 +25,18 @@ def progress(first: int, total: int, is_shown: bool) -> Iterator[Advance]:
 
 @contextmanager
 def _bar(first: int, total: int) -> Iterator[Advance]:
+    from rich import progress as rich  # here, because most ranks never show a bar
+    from rich.console import Console
+
     columns = (
-        TextColumn("steps"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TimeElapsedColumn(),
-        TimeLeftColumn(),
+        rich.TextColumn("steps"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TextColumn("loss {task.fields[loss]:.4f}"),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with rich.Progress(*columns, console=Console(file=sys.stderr)) as bar:
         task = bar.add_task("", total=total, completed=first, loss=float("nan"))
         yield lambda done, loss: bar.update(task, completed=done, loss=loss)
 

@@ -2,7 +2,7 @@
 
 import atexit
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from lanewise.engine.world import World
 from lanewise.errors import DataError, SettingsError, StepError
 from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
 from lanewise.lanes.hosting import even, weighted
+from lanewise.run import agree
 from lanewise.run import digest as digests
 from lanewise.run.connect import connect
 from lanewise.run.evaluate import evaluate
@@ -163,7 +164,7 @@ class Run:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         partition: Partition = "uniform",
-        key: Callable[[int], Hashable] | None = None,
+        key: Callable[[int], Any] | None = None,
     ) -> Loader:
         """Load a map-style data set. `batch_size` is the global batch: every lane gets an equal part of it.
 
@@ -184,6 +185,7 @@ class Run:
         """
         if total is not None and epochs is not None:
             raise SettingsError("run.steps takes total= or epochs=, not both.")
+        agree.on_data(loader, self.engine.world.transport)
         if total is None:
             total = (self.position // len(loader) + (1 if epochs is None else epochs)) * len(loader)
         limit = self._record.get("steps")
@@ -266,11 +268,13 @@ class Run:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise DataError(
-            f"run.log: {name} must be one number, found a tensor of shape {tuple(value.shape)}. Reduce it first, as "
-            "with .mean()."
-        )
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise DataError(
+                f"run.log: {name} must be one number, found a tensor of shape {tuple(value.shape)}. Reduce it first, "
+                "as with .mean()."
+            )
+        value = value.detach()
     try:
         return float(value)
     except (TypeError, ValueError) as error:

@@ -1,0 +1,53 @@
+"""What ranks must have in common while they train, compared before it can lead them apart."""
+
+from collections.abc import Mapping
+
+import torch
+
+from lanewise.data.loader import Loader
+from lanewise.engine import hashing
+from lanewise.engine.transport.protocol import Transport
+from lanewise.errors import DataError, DivergedError
+
+
+def on_data(loader: Loader, transport: Transport) -> None:
+    """All ranks deal out the same samples in the same order. Collective."""
+    mine = torch.tensor(loader.identity, dtype=torch.int64)
+    rows = transport.share(mine, "the comparison of loaders").tolist()
+    for rank, (size, batch, rest) in enumerate(rows):
+        if (size, batch) != tuple(rows[0][:2]):
+            raise DataError(
+                f"rank {rank} has a loader of {size} samples with batch_size={batch}, but rank 0 one of {rows[0][0]} "
+                f"with batch_size={rows[0][1]}. Give every rank the whole data set and the global batch size; the run "
+                "deals the samples out to lanes by itself."
+            )
+        if rest != rows[0][2]:
+            raise DataError(
+                f"the loaders of rank {rank} and rank 0 differ in shuffle, drop_last or partition. All ranks must deal "
+                "out samples alike: do not let these, or the keys of the partition, depend on the rank."
+            )
+
+
+def on_evaluation(numbers: tuple[int, int, int], transport: Transport) -> None:
+    """All ranks evaluate so many samples in batches of one size with so many metrics. Collective."""
+    rows = transport.share(torch.tensor(numbers, dtype=torch.int64), "the start of an evaluation").tolist()
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise DataError(
+                f"run.evaluate: rank 0 has {rows[0][0]} samples, batch_size={rows[0][1]} and {rows[0][2]} metric(s), "
+                f"but rank {rank} has {row[0]}, {row[1]} and {row[2]}. Give every rank the whole data set and the same "
+                "metrics; the run deals the batches out."
+            )
+
+
+def on_values(values: Mapping[str, float], transport: Transport) -> None:
+    """All ranks got the same from an evaluation. Collective."""
+    words = [word for name, value in values.items() for word in (name, float(value).hex())]
+    mine = torch.frombuffer(bytearray.fromhex(hashing.of_words(words)), dtype=torch.uint8)
+    rows = transport.share(mine, "the comparison of an evaluation").tolist()
+    different = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if different:
+        raise DivergedError(
+            f"run.fit: evaluate gave other values on rank(s) {different} than on rank 0, so the ranks would not agree "
+            "on when to stop. Use run.evaluate, which gives all ranks the same."
+        )
