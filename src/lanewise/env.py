@@ -1,8 +1,9 @@
 """The one reader of the environment. Everything else gets what it needs as arguments."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +119,19 @@ def numeric_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library reads at its start, unless the user has."""
     os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def temporarily(name: str, value: str | None) -> Iterator[None]:
+    """Have a variable set for a library that reads it inside, unless the user has set it or there is no value."""
+    if value is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _json_object(environ: Mapping[str, str], name: str) -> dict[str, object]:

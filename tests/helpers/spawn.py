@@ -1,8 +1,10 @@
 """Real ranks for tests: processes forked from one that has imported torch, on a free loopback port."""
 
+import atexit
 import multiprocessing as mp
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -50,9 +52,11 @@ def _enter(rank: int, world: int, port: int, environment: dict[str, str], job: A
     try:
         out.send(("ok", function(*arguments, **keywords)))
     except BaseException as error:
+        sys.last_value = error
         out.send(("error", type(error).__name__, str(error), traceback.format_exc()))
     finally:
         out.close()
+        atexit._run_exitfuncs()
 
 
 class Ranks:

@@ -2,16 +2,15 @@
 
 import time
 
-import pytest
 import torch
 from torch import nn
 
 import lanewise as lw
-from tests.helpers.spawn import Ranks
+from lanewise.errors import ExchangeError
+from tests.helpers.cases import STRATEGIES, TRANSPORTS, Cell, grid, on_ranks, one_value
 
-EXCHANGES = ("shared", "gloo")
-TIMEOUT = 30.0
-SOON = 10.0
+SOON = 5.0
+EVERYTHING = (0, 1, 2)
 
 
 class Experts(nn.Module):
@@ -29,63 +28,134 @@ class Experts(nn.Module):
         return x.square().mean()
 
 
-def start(strategy, exchange, **settings):
-    run = lw.start(
-        lanes=settings.pop("lanes", 6),
-        strategy=strategy,
-        exchange=exchange,
-        timeout=TIMEOUT,
-        sinks=[],
-        **settings,
-    )
+def prepared(run):
     torch.manual_seed(5)
     model = Experts()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    loader = run.loader(torch.arange(96.0).reshape(12, 8).sin(), batch_size=6)
-    return run, model, loader
+    return model, run.loader(torch.arange(96.0).reshape(12, 8).sin(), batch_size=6)
 
 
-def used_by(lane):
-    return [(0, 1, 2), (0, 2), (1,)][lane % 3]
-
-
-def lanes_use_other_units(strategy, exchange):
-    run, model, loader = start(strategy, exchange)
-    for step in run.steps(loader, total=3):
-        for x in step:
-            step.backward(model(x, used_by(step.lane)))
-        step.update()
-    return run.digest()
-
-
-def one_digests_while_others_update(exchange):
-    run, model, loader = start("ddp", exchange)
+def one_digests_while_others_update(run, model, loader):
     for step in run.steps(loader, total=2):
         for x in step:
-            step.backward(model(x, (0, 1, 2)))
+            step.backward(model(x, EVERYTHING))
         if run.rank == 1 and step.index == 1:
             run.digest()
         step.update()
-    run.digest()
 
 
-def ask_for_other_digests(exchange):
-    run, _, _ = start("zero1", exchange)
-    if run.rank == 2:
+def one_asks_for_another_collective(run, model, loader):
+    if run.rank == 1:
         run._transport.barrier("a barrier of its own")
     run.digest()
 
 
-def outcomes(world, function, *arguments):
-    began = time.monotonic()
-    results = Ranks(world, function, *arguments).join(60)
-    assert time.monotonic() - began < SOON + 8, results
-    return results
+def one_shares_more_numbers(run, model, loader):
+    odd = run.rank == 1
+    run._transport.share(torch.zeros(3 if odd else 5000), "a small share" if odd else "a large share")
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_rank_that_digests_while_others_update(exchange):
-    results = outcomes(3, one_digests_while_others_update, exchange)
-    print(results)
-    diverged = [result for result in results.values() if result[1] == "DivergedError"]
-    assert diverged, results
+def one_skips_a_step(run, model, loader):
+    for step in run.steps(loader, total=3):
+        if run.rank == 1 and step.index == 2:
+            break
+        for x in step:
+            step.backward(model(x, EVERYTHING))
+        step.update()
+    run.digest()
+
+
+def one_runs_other_units(run, model, loader):
+    for step in run.steps(loader, total=2):
+        for x in step:
+            step.backward(model(x, (0, 2) if run.rank == 1 else EVERYTHING))
+        step.update()
+
+
+def one_evaluates_alone(run, model, loader):
+    if run.rank == 1:
+        with torch.no_grad():
+            model(torch.ones(2, 8), EVERYTHING)
+    run.digest()
+
+
+def one_ends_early(run, model, loader):
+    if run.rank != 1:
+        run.digest()
+
+
+ANYWHERE = (
+    one_digests_while_others_update, one_asks_for_another_collective, one_shares_more_numbers, one_skips_a_step,
+    one_ends_early,
+)  # fmt: skip
+BETWEEN_HOSTS = (one_runs_other_units, one_evaluates_alone)
+"""Only where a unit's values have to be gathered is it an error to run one alone."""
+
+
+def outcomes(cell, cases):
+    """How each case ended on this rank: the error, its message, and the seconds it took."""
+    found = []
+    for case in cases:
+        run = lw.start(lanes=6, strategy=cell.strategy, exchange=cell.exchange, timeout=60.0, sinks=[])
+        model, loader = prepared(run)
+        began = time.monotonic()
+        try:
+            case(run, model, loader)
+            found.append(("no error", "", 0.0))
+        except ExchangeError as error:
+            found.append((type(error).__name__, str(error), time.monotonic() - began))
+            run.close()
+        run.close()
+    return found
+
+
+def test_ranks_that_do_different_things():
+    cells = [
+        Cell(3, "ddp", "shared"),
+        Cell(3, "zero3", "shared"),
+        Cell(3, "zero1", "gloo"),
+        Cell(3, "zero3", "gloo"),
+    ]
+    for cell, by_rank in zip(cells, on_ranks(cells, outcomes, ANYWHERE), strict=True):
+        for number, case in enumerate(ANYWHERE):
+            check(cell, case.__name__, [found[number] for found in by_rank])
+    cells = [Cell(3, "zero3", "gloo")]
+    (by_rank,) = on_ranks(cells, outcomes, BETWEEN_HOSTS)
+    for number, case in enumerate(BETWEEN_HOSTS):
+        check(cells[0], case.__name__, [found[number] for found in by_rank])
+
+
+def check(cell, case, ends):
+    """Everybody ends soon; who notices names itself and the other, and what both are in."""
+    where = f"{case} in {cell}: {ends}"
+    assert all(seconds < SOON for _, _, seconds in ends), where
+    if case == "one_ends_early":
+        assert [kind for kind, _, _ in ends] == ["PeerLostError", "no error", "PeerLostError"], where
+        assert all("rank 1 has ended its run" in ends[rank][1] for rank in (0, 2)), where
+        return
+    assert all(kind in ("DivergedError", "PeerLostError") for kind, _, _ in ends), where
+    noticed = [(rank, text) for rank, (kind, text, _) in enumerate(ends) if kind == "DivergedError"]
+    assert noticed, where
+    for rank, text in noticed:
+        other = 1 if rank != 1 else text.partition("but rank ")[2][0]
+        assert f"rank {rank} is in " in text, where
+        assert f"but rank {other} is in " in text, where
+        assert "All ranks must make the same exchanges in the same order" in text, where
+
+
+def lanes_use_other_units(cell):
+    run = cell.start(lanes=6)
+    model, loader = prepared(run)
+    for step in run.steps(loader, total=3):
+        for x in step:
+            step.backward(model(x, [(0, 1, 2), (0, 2), (1,)][step.lane % 3]))
+        step.update()
+    digest = run.digest()
+    run.close()
+    return digest
+
+
+def test_lanes_may_use_other_units_where_nothing_is_gathered():
+    cells = grid([1, 3], STRATEGIES, ["shared"]) + grid([3], ["ddp", "zero1", "zero2"], ["gloo"])
+    assert TRANSPORTS == ("shared", "gloo")
+    one_value(cells, lanes_use_other_units)

@@ -10,19 +10,17 @@ import torch
 
 from lanewise.engine.report import LaneReport
 from lanewise.engine.strategies import GradientSum
-from lanewise.engine.sum import Leaf, is_finite
+from lanewise.engine.sum import Leaf
 from lanewise.engine.unit import Flat, Unit
 
 
 class Collector:
     """Collects one lane's gradients at a time."""
 
-    def __init__(self, units_in_order: Sequence[Unit], gradient_sum: GradientSum, names_lanes: bool) -> None:
-        """`names_lanes` has every gradient checked, so that a bad one can be told by lane and parameter."""
+    def __init__(self, units_in_order: Sequence[Unit], gradient_sum: GradientSum) -> None:
         self.order = tuple(unit for unit in units_in_order if unit.trainable)
         """The units that are exchanged, one after the other."""
         self._sum = gradient_sum
-        self._names_lanes = names_lanes
         self._next = len(self.order)
         self._complete: set[int] = set()
         self._lane = LaneReport()
@@ -81,10 +79,7 @@ class Collector:
             if gradient is not None:
                 if gradient.layout != torch.strided:
                     gradient = gradient.to_dense()
-                index = self._first[flat.number] + place
-                self.present.add(index)
-                if self._names_lanes and self._lane.first_bad < 0 and not is_finite(gradient):
-                    self._lane.first_bad = index
+                self.present.add(self._first[flat.number] + place)
             gradients.append(gradient)
         if self.observer is not None:
             self.observer(self._lane, flat, gradients)

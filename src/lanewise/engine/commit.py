@@ -11,6 +11,7 @@ import torch
 
 from lanewise.config import NonFinite
 from lanewise.engine import sum as sums
+from lanewise.engine.finite import FiniteCheck, is_finite
 from lanewise.engine.homes import Home
 from lanewise.engine.optimizer import Slice, SlicedOptimizer, divide
 from lanewise.engine.precision import LossScale
@@ -44,6 +45,7 @@ class Committer:
         strategy: Strategy,
         home: Home,
         gradient_sum: GradientSum,
+        check: FiniteCheck,
         parameters: Sequence[tuple[Flat, int]],
         nonfinite: NonFinite,
         scale: LossScale,
@@ -52,6 +54,7 @@ class Committer:
         self._updates_everything = strategy.updates_everything
         self._home = home
         self._sum = gradient_sum
+        self._check = check
         self._parameters = parameters
         self._index = {(flat.number, place): n for n, (flat, place) in enumerate(parameters)}
         self._flats = tuple(dict.fromkeys(flat for flat, _ in parameters))
@@ -92,8 +95,9 @@ class Committer:
 
     def examine(self, report: RankReport, wants_norm: bool) -> None:
         """Note what this rank's sums say: whether they are finite, and their squares by slot."""
-        if self._nonfinite != "ignore" or self.scale.is_active:
-            report.bad_total = self._first_bad()
+        report.bad_total = self._first_bad()
+        bad = [(lane, self._index[flat, field]) for lane, flat, field in self._check.leaves]
+        report.bad_leaf = min(bad, default=None)
         if wants_norm:
             report.slot_squares = self._squares()
 
@@ -146,11 +150,11 @@ class Committer:
     def _first_bad(self) -> int:
         """The first parameter of this rank's slots whose sum is not finite, or -1."""
         for flat in self._flats:
-            total = self._sum.total(flat, self._world.rank)
-            if sums.is_finite(total):
+            if flat.number not in self._check.flats:
                 continue
+            total = self._sum.total(flat, self._world.rank)
             for part in self._my_parts(flat):
-                if not sums.is_finite(total[part.offset : part.offset + part.stop - part.start]):
+                if not is_finite(total[part.offset : part.offset + part.stop - part.start]):
                     return self._index[flat.number, part.field]
         return -1
 
@@ -173,8 +177,8 @@ class Committer:
             "Nothing was updated. Look at that lane's samples and loss; nonfinite='skip' leaves such steps out, "
             "nonfinite='ignore' updates anyway."
         )
-        for lane, entry in enumerate(report.lanes):
-            if entry.first_bad >= 0:
-                return f"the gradient of {name(entry.first_bad)} is not finite in lane {lane}. {advice}"
+        if report.bad_leaf is not None:
+            lane, index = report.bad_leaf
+            return f"the gradient of {name(index)} is not finite in lane {lane}. {advice}"
         first = min(index for index in report.bad_totals if index >= 0)
         return f"the gradient of {name(first)} is finite in every lane, but its sum over the lanes is not. {advice}"

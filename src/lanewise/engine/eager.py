@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.sum import Addend, Leaf, carry_out
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing, Transfer
 from lanewise.engine.unit import Flat, Unit
@@ -39,10 +40,14 @@ class _Open:
 class EagerSum:
     """Gradients of the owned slots of all flats, summed over the lanes."""
 
-    def __init__(self, world: World, flats: Sequence[Flat]) -> None:
-        """`flats` come in the order in which they are exchanged."""
+    def __init__(self, world: World, flats: Sequence[Flat], check: FiniteCheck, is_followed: bool) -> None:
+        """`flats` come in the order in which they are exchanged. `is_followed` says that a rank without a lane
+        learns from the others' words what they gather, so that every exchange has to be announced.
+        """
         self._world = world
         self._flats = tuple(flats)
+        self._check = check
+        self._is_followed = is_followed
         self._pieces = {flat.number: world.pieces(flat) for flat in flats}
         self._schedule: Schedule | None = None
         self._offers: dict[torch.dtype, _Ring | _Parcels] = {}
@@ -59,6 +64,7 @@ class EagerSum:
     def begin_step(self, schedule: Schedule) -> None:
         """Plan the step; find room for the subtrees that will be pending at a time."""
         self._number = 0
+        self._announced: int | None = None
         self._opened: deque[_Open] = deque()
         if schedule == self._schedule:
             return
@@ -75,11 +81,13 @@ class EagerSum:
         """Send one lane's gradients of a unit to their owners. None: this rank only receives this round."""
         assert self._schedule is not None
         row = self._schedule.table[self._number]
+        if self._announced is None and not self._is_followed:
+            self._announced = self._world.transport.announce("the exchange of gradients")
         senders = [rank for rank in self._world.others if row[rank] is not None]
         for number, flat in enumerate(unit.trainable):
             leaf = leaves[number] if leaves is not None else None
             for piece in self._pieces[flat.number]:
-                transfer = self._offers[flat.dtype].open(flat, piece, leaf, senders)
+                transfer = self._offers[flat.dtype].open(flat, piece, leaf, senders, self._announced)
                 self._opened.append(_Open(flat, piece, transfer, leaf, self._number))
                 while len(self._opened) > _LAG:
                     self._collect()
@@ -87,6 +95,7 @@ class EagerSum:
     def end_round(self) -> None:
         """The lane of this round has left every unit."""
         self._number += 1
+        self._announced = None
 
     def finish(self) -> None:
         """Return when every sum that this rank owns is complete."""
@@ -127,7 +136,10 @@ class EagerSum:
             addends[leaf_node(lanes[me] or 0)] = item.leaf.parts((low, high))
         start = self._world.my_span(item.flat)[0]
         registers = [r[low - start : high - start] for r in self._registers[item.flat.number]]
-        carry_out(self._program.rounds[item.number], registers, addends)
+        instructions = self._program.rounds[item.number]
+        carry_out(instructions, registers, addends)
+        is_last = item.number == len(self._program.rounds) - 1
+        self._check.look(item.flat, (low, high), instructions, registers, addends, is_last)
         item.transfer.close()
 
 
@@ -147,7 +159,12 @@ class _Ring:
         return self._board.mine.nbytes
 
     def open(
-        self, flat: Flat, piece: tuple[Span, ...], leaf: Leaf | None, senders: Sequence[int]
+        self,
+        flat: Flat,
+        piece: tuple[Span, ...],
+        leaf: Leaf | None,
+        senders: Sequence[int],
+        under: int | None,
     ) -> Transfer:
         """Lay out what others own of a piece, and open its exchange."""
         number, self._next = self._next, (self._next + 1) % _RING
@@ -162,7 +179,7 @@ class _Ring:
         me = self._world.rank
         incoming = [Incoming(peer, self._section(start, piece, peer, me), ()) for peer in senders]
         where = f"the exchange of gradients of {flat.unit_name}"
-        transfer = self._world.transport.open(self._board, [], incoming, where)
+        transfer = self._world.transport.open(self._board, [], incoming, where, under)
         self._in_use[number] = transfer
         return transfer
 
@@ -198,7 +215,12 @@ class _Parcels:
         return self._received_bytes
 
     def open(
-        self, flat: Flat, piece: tuple[Span, ...], leaf: Leaf | None, senders: Sequence[int]
+        self,
+        flat: Flat,
+        piece: tuple[Span, ...],
+        leaf: Leaf | None,
+        senders: Sequence[int],
+        under: int | None,
     ) -> Transfer:
         """Send what others own of a piece, and receive what this rank owns."""
         alone = self._world.transport.sends_alone
@@ -209,7 +231,7 @@ class _Parcels:
         segments = flat.layout.segments(mine, alone)
         incoming = [Incoming(peer, mine, segments) for peer in senders]
         where = f"the exchange of gradients of {flat.unit_name}"
-        transfer = self._world.transport.open(self._board, outgoing, incoming, where)
+        transfer = self._world.transport.open(self._board, outgoing, incoming, where, under)
         self._on_their_way.append(transfer)
         while len(self._on_their_way) > _RING:
             self._on_their_way.popleft().drain()

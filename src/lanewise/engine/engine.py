@@ -17,6 +17,7 @@ from lanewise.engine.buffers import Buffers
 from lanewise.engine.collect import Collector
 from lanewise.engine.commit import Committer, Outcome
 from lanewise.engine.eager import EagerSum
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.passes import Passes
 from lanewise.engine.report import LaneReport, RankReport, exchange_reports
 from lanewise.engine.strategies import Strategy
@@ -45,11 +46,12 @@ class Engine:
         in_order = (*reversed(units[1:]), units[0])
         trainable = tuple(flat for unit in in_order for flat in unit.trainable)
         self.home = strategy.home(world, units)
-        self.sum = strategy.gradient_sum(world, trainable, reduction)
-        self.collector = Collector(in_order, self.sum, names_lanes=nonfinite == "raise")
         scale = precision.loss_scale(self.flats)
+        self._check = FiniteCheck(nonfinite, scale.is_active)
+        self.sum = strategy.gradient_sum(world, trainable, reduction, self._check)
+        self.collector = Collector(in_order, self.sum)
         self.committer = Committer(
-            world, strategy, self.home, self.sum, self.collector.parameters, nonfinite, scale
+            world, strategy, self.home, self.sum, self._check, self.collector.parameters, nonfinite, scale
         )
         self.passes = Passes(units, self.home, self.collector.unit_complete)
         self.buffers = Buffers(model, world.transport)
@@ -71,6 +73,7 @@ class Engine:
         self._check_untouched()
         self.committer.optimizer.check_groups()
         self._schedule = self.sum.schedule(shares)
+        self._check.begin_step()
         self.sum.begin_step(self._schedule)
         self.collector.begin_step()
         self.buffers.begin_step()

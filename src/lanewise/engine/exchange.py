@@ -5,22 +5,22 @@ through a group is a tensor.
 """
 
 import contextlib
-import json
+import errno
+import ipaddress
 import socket
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import Store as Store
 
+from lanewise.engine.patience import OutOfPatienceError, within
 from lanewise.env import Launch
-from lanewise.errors import ExchangeError, PeerLostError
+from lanewise.errors import ExchangeError, PeerLostError, SettingsError
 
 Group = dist.ProcessGroup
 Work = dist.Work
@@ -28,28 +28,31 @@ Work = dist.Work
 
 def open_store(launch: Launch, timeout: timedelta) -> Store:
     """The store of a launch: rank 0 serves it unless the launcher does."""
-    try:
-        tcp = TCPStore(
+    where = f"{launch.address}:{launch.port}"
+    serves = launch.rank == 0 and not launch.launcher_serves_store
+    listener = _listen(launch) if serves else None
+
+    def connect() -> TCPStore:
+        return TCPStore(
             launch.address,
-            launch.port,
+            listener.getsockname()[1] if listener is not None else launch.port,
             launch.world_size,
-            is_master=launch.rank == 0 and not launch.launcher_serves_store,
+            is_master=serves,
             timeout=timeout,
             wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
         )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise ExchangeError(
-                f"rank {launch.rank}: port {launch.port} on {launch.address} is in use by another process. "
-                "Another run may still be up; start again with a free --port, or leave it out to have one "
-                "chosen."
-            ) from error
+
+    try:
+        tcp = within(timeout + timedelta(seconds=1), connect)
+    except (dist.DistNetworkError, dist.DistStoreError, OutOfPatienceError) as error:
+        reason = first_line(error) if str(error) else "it accepts connections but does not answer"
         raise PeerLostError(
             (0,),
-            f"rank {launch.rank} could not reach rank 0 at {launch.address}:{launch.port} within "
-            f"{timeout.total_seconds():g} s: {first_line(error)}",
+            f"rank {launch.rank} could not reach rank 0 at {where} within {timeout.total_seconds():g} s: {reason}. "
+            "Check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT name it as seen from this host.",
         ) from error
-    return PrefixStore(f"lanewise/{launch.attempt}", tcp)
+    return PrefixStore(f"lanewise/{launch.attempt}/{_num_starts(where, launch.attempt)}", tcp)
 
 
 def serve_store(port: int | None) -> tuple[Store, int]:
@@ -75,42 +78,39 @@ def serve_store(port: int | None) -> tuple[Store, int]:
     return store, found
 
 
-def tell_all(store: Store, rank: int, size: int, key: str, value: object, timeout: timedelta) -> list[Any]:
-    """Exchange one JSON value a rank through the store; the values of all ranks in order."""
-    store.set(f"{key}/{rank}", json.dumps(value))
-    values = []
-    deadline = time.monotonic() + timeout.total_seconds()
-    for peer in range(size):
-        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-        try:
-            store.wait([f"{key}/{peer}"], left)
-        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-            raise PeerLostError(
-                (peer,),
-                f"rank {rank} waited {timeout.total_seconds():g} s in {key!r}: rank {peer} did not come "
-                f"({first_line(error)}). Look at that rank's own output; it may have failed or not started.",
-            ) from error
-        values.append(json.loads(store.get(f"{key}/{peer}")))
-    return values
+def _listen(launch: Launch) -> socket.socket:
+    """A socket that listens for the other ranks: on loopback alone where that is how they are told to come."""
+    try:
+        addresses = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise SettingsError(
+            f"rank 0: MASTER_ADDR={launch.address!r} is not the name or address of a host: {error}."
+        ) from error
+    is_loopback = all(ipaddress.ip_address(a[4][0]).is_loopback for a in addresses)
+    has_ipv6 = socket.has_dualstack_ipv6()
+    family, address = addresses[0][0], addresses[0][4][0]
+    if not is_loopback or launch.address not in ("localhost", address):
+        family, address = (socket.AF_INET6, "::") if has_ipv6 else (socket.AF_INET, "0.0.0.0")
+    try:
+        return socket.create_server(
+            (address, launch.port), family=family, backlog=2048, dualstack_ipv6=address == "::"
+        )
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ExchangeError(f"rank 0 cannot listen on {address} port {launch.port}: {error}.") from error
+        raise ExchangeError(
+            f"rank 0: port {launch.port} on {launch.address} is in use. Another run may still be up, or rank 0 was "
+            "started twice. Start again with another MASTER_PORT; `lanewise run` chooses a free one."
+        ) from error
 
 
-def farewell(store: Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Wait for all ranks to come to their end; rank 0, which serves the store, leaves last.
+_starts: dict[tuple[str, str], int] = {}
 
-    A rank that does not come in time is not waited for: there is nothing left to lose.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
 
-    def wait_for(key: str, count: int) -> None:
-        while store.add(key, 0) < count and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    with contextlib.suppress(RuntimeError):
-        store.add("farewell", 1)
-        wait_for("farewell", size)
-        store.add("gone", 1)
-        if rank == 0:
-            wait_for("gone", size)
+def _num_starts(where: str, attempt: str) -> int:
+    """How often this process has started a run of this launch: each start has its own part of the store."""
+    _starts[where, attempt] = _starts.get((where, attempt), 0) + 1
+    return _starts[where, attempt]
 
 
 def join_group(store: Store, rank: int, size: int, backend: str, timeout: timedelta) -> Group:
@@ -138,11 +138,13 @@ def leave_group() -> None:
 
 @dataclass
 class Channel:
-    """Messages between pairs of ranks of a group, with errors that name the rank at the other end."""
+    """Messages between pairs of ranks of a group, with errors that name the rank that is to blame."""
 
     group: Group
     rank: int
     timeout: timedelta
+    behind: Callable[[int, bool], tuple[int, str]]
+    """The rank behind the silence of another, and its last word. Told whether a timeout was what ended the wait."""
     has_failed: bool = False
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int, where: str) -> Work:
@@ -170,13 +172,16 @@ class Channel:
         self.has_failed = True
         reason = first_line(error)
         is_late = "timed out" in reason.lower()
+        culprit, word = self.behind(peer, is_late)
         what = (
             f"did not come within {self.timeout.total_seconds():g} s" if is_late else "has ended or hung up"
         )
+        if culprit != peer:
+            what = f"is the one that rank {peer} waited for"
         return PeerLostError(
-            (peer,),
-            f"rank {self.rank} waited in {where}: rank {peer} {what} ({reason}). Look at that rank's own output; a "
-            "longer wait is set with timeout=.",
+            (culprit,),
+            f"rank {self.rank} waited in {where}: rank {culprit} {what} ({word or reason}). Look at that rank's own "
+            "output; a longer wait is set with timeout=.",
         )
 
 

@@ -110,10 +110,12 @@ class ReplicatedHome(PrivateHome):
     def publish(self) -> None:
         """Gather every trainable flat in place."""
         under_way: list[Arrival] = []
+        number = self._world.transport.announce("the gather of new values")
         for unit in self._units:
             for flat in unit.trainable:
                 where = f"the gather of new values of unit {unit.name}"
-                under_way.append(self._world.transport.gather(flat.storage, self._world.spans(flat), where))
+                spans = self._world.spans(flat)
+                under_way.append(self._world.transport.gather(flat.storage, spans, where, number))
         for arrival in under_way:
             arrival.wait()
 

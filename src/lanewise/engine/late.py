@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.rows import BoardRows, PrivateRows, Rows
 from lanewise.engine.sum import Addend, Leaf, carry_out
 from lanewise.engine.transport.protocol import Arrival, Outgoing, Transfer
@@ -37,10 +38,11 @@ class _Open:
 class LateSum:
     """Gradients of all flats, summed over the lanes."""
 
-    def __init__(self, world: World, flats: Sequence[Flat], keeps_all: bool) -> None:
+    def __init__(self, world: World, flats: Sequence[Flat], check: FiniteCheck, keeps_all: bool) -> None:
         """`flats` come in the order in which they are exchanged. `keeps_all` says that `gather` will be used."""
         self._world = world
         self._flats = tuple(flats)
+        self._check = check
         self._keeps_all = keeps_all
         self._pieces = {flat.number: world.pieces(flat) for flat in flats}
         self._rows: dict[torch.dtype, Rows] = {}
@@ -55,6 +57,7 @@ class LateSum:
     def begin_step(self, schedule: Schedule) -> None:
         """Plan the step; find room for as many whole gradients as its sums need."""
         self._number = 0
+        self._announced: int | None = None
         self._opened: deque[_Open] = deque()
         self._sending: list[Transfer] = []
         self._waiting: deque[tuple[Flat, Leaf | None]] = deque()
@@ -95,8 +98,11 @@ class LateSum:
             if lane != self._unmerged:
                 rows = self._rows[flat.sum_dtype]
                 registers = [rows.whole(flat, r) for r in range(self._local.num_registers)]
-                arrivals = {leaf_node(lane): leaf.parts((0, flat.layout.length))}
-                carry_out(self._local.rounds[self._number], registers, arrivals)
+                whole = (0, flat.layout.length)
+                arrivals = {leaf_node(lane): leaf.parts(whole)}
+                instructions = self._local.rounds[self._number]
+                carry_out(instructions, registers, arrivals)
+                self._check.look(flat, whole, instructions, registers, arrivals, is_last=False)
             if is_last:
                 assert self._to_come.popleft() is flat
                 self._waiting.append((flat, leaf if lane == self._unmerged else None))
@@ -119,10 +125,11 @@ class LateSum:
         if self._world.transport.is_shared:
             return
         under_way: list[Arrival] = []
+        number = self._world.transport.announce("the gather of gradients")
         for flat in self._flats:
             whole = self._rows[flat.sum_dtype].whole(flat, 0)
             where = f"the gather of gradients of unit {flat.unit_name}"
-            under_way.append(self._world.transport.gather(whole, self._world.spans(flat), where))
+            under_way.append(self._world.transport.gather(whole, self._world.spans(flat), where, number))
         for arrival in under_way:
             arrival.wait()
 
@@ -177,9 +184,10 @@ class LateSum:
                     flat.layout.segments(piece[me], transport.sends_alone) if is_leaf else ((0, high - low),)
                 )
                 incoming.append(rows.incoming(peer, register, flat, piece[me], segments))
-        return transport.open(
-            rows.board, outgoing, incoming, f"the exchange of gradients of {flat.unit_name}"
-        )
+        if self._announced is None:
+            self._announced = transport.announce("the exchange of gradients")
+        where = f"the exchange of gradients of {flat.unit_name}"
+        return transport.open(rows.board, outgoing, incoming, where, self._announced)
 
     def _collect(self) -> None:
         item = self._opened.popleft()
@@ -195,6 +203,7 @@ class LateSum:
         length = item.span[1] - item.span[0]
         registers += [tensor[:length] for tensor in self._spare(item.flat.sum_dtype, num_spare)]
         carry_out(self._owner.rounds[0], registers, addends)
+        self._check.look(item.flat, item.span, self._owner.rounds[0], registers, addends, is_last=True)
         if not self._world.transport.is_shared:
             item.transfer.drain()
         item.transfer.close()

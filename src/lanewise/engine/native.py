@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.sum import Leaf
 from lanewise.engine.transport.messages import MessageTransport
 from lanewise.engine.transport.protocol import Arrival
@@ -21,11 +22,14 @@ _LAG = 2
 class NativeSum:
     """Gradients of all flats, summed by the backend's all-reduce or reduce-scatter."""
 
-    def __init__(self, world: World, flats: Sequence[Flat], keeps_all: bool, every_round: bool) -> None:
+    def __init__(
+        self, world: World, flats: Sequence[Flat], check: FiniteCheck, keeps_all: bool, every_round: bool
+    ) -> None:
         assert isinstance(world.transport, MessageTransport), "the native sum needs a backend"
         self._transport = world.transport
         self._world = world
         self._flats = tuple(flats)
+        self._check = check
         self._keeps_all = keeps_all
         self._every_round = every_round
         self._sums: dict[int, torch.Tensor] = {}
@@ -41,19 +45,21 @@ class NativeSum:
     def begin_step(self, schedule: Schedule) -> None:
         """Begin to sum."""
         self._number = 0
-        self._num_mine = len(schedule.lanes_of(self._world.rank))
+        self._lanes = schedule.lanes_of(self._world.rank)
         self._to_send = deque(self._flats)
 
     def deposit(self, unit: Unit, leaves: Sequence[Leaf] | None) -> None:
         """Add one lane's gradients of a unit."""
         for number, flat in enumerate(unit.trainable):
             leaf = leaves[number] if leaves is not None else None
+            if leaf is not None:
+                self._check.look_at_whole_leaf(self._lanes[self._number], flat, leaf)
             if self._every_round:
                 self._send_round(flat, leaf)
             elif leaf is not None:
                 parts = leaf.parts((0, flat.layout.length))
                 (parts.copy_to if self._number == 0 else parts.add_to)(self._sums[flat.number])
-                if self._number == self._num_mine - 1:
+                if self._number == len(self._lanes) - 1:
                     assert self._to_send.popleft() is flat
                     self._send_once(flat)
 
@@ -69,6 +75,8 @@ class NativeSum:
                 self._sums[flat.number].zero_()
                 self._send_once(flat)
         self._settle(0)
+        for flat in self._flats:
+            self._check.look_at_total(flat, self.total(flat, self._world.rank))
 
     def gather(self) -> None:
         """The backend's all-reduce has given every sum to every rank already."""

@@ -23,8 +23,6 @@ class LaneReport:
     loss: float = 0.0
     weight: float = 0.0
     is_padding: bool = False
-    first_bad: int = -1
-    """The first parameter with a gradient that is not finite, or -1."""
 
 
 @dataclass
@@ -38,6 +36,8 @@ class RankReport:
     """The sum of squares of each slot it owns, where the norm is wanted."""
     bad_total: int = -1
     """The first parameter whose summed gradient is not finite, or -1."""
+    bad_leaf: tuple[int, int] | None = None
+    """The first lane, and in it the first parameter, whose gradient is not finite."""
     changed_buffers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
@@ -49,6 +49,7 @@ class StepReport:
     present: tuple[bool, ...]
     slot_squares: tuple[float, ...]
     bad_totals: tuple[int, ...]
+    bad_leaf: tuple[int, int] | None
     changed_buffers: tuple[bool, ...]
 
     @property
@@ -77,11 +78,9 @@ def exchange_reports(
 ) -> StepReport:
     """Put the reports of all ranks together."""
     lanes = schedule.lanes
-    table = torch.zeros(lanes, 4, dtype=torch.float64)
+    table = torch.zeros(lanes, 3, dtype=torch.float64)
     for lane, report in mine.lanes.items():
-        table[lane] = torch.tensor(
-            [report.loss, report.weight, report.is_padding, report.first_bad], dtype=torch.float64
-        )
+        table[lane] = torch.tensor([report.loss, report.weight, report.is_padding], dtype=torch.float64)
     squares = torch.zeros(lanes, dtype=torch.float64)
     low, high = slots[transport.rank]
     if mine.slot_squares:
@@ -92,18 +91,19 @@ def exchange_reports(
     parts = [
         table.view(-1),
         squares,
-        torch.tensor([mine.bad_total], dtype=torch.float64),
+        torch.tensor([mine.bad_total, *(mine.bad_leaf or (-1, -1))], dtype=torch.float64),
         present,
         mine.changed_buffers.double(),
     ]
     rows = transport.share(torch.cat(parts), where)
     tables, all_squares, bad, presents, buffers = rows.split([part.numel() for part in parts], dim=1)
-    lane_rows = [tables[rank].view(lanes, 4)[lane].tolist() for lane, rank in enumerate(schedule.host)]
+    lane_rows = [tables[rank].view(lanes, 3)[lane].tolist() for lane, rank in enumerate(schedule.host)]
     owner = {slot: rank for rank, (start, stop) in enumerate(slots) for slot in range(start, stop)}
     return StepReport(
-        lanes=tuple(LaneReport(loss, weight, bool(pad), int(bad)) for loss, weight, pad, bad in lane_rows),
+        lanes=tuple(LaneReport(loss, weight, bool(pad)) for loss, weight, pad in lane_rows),
         present=tuple((presents.amax(dim=0) > 0).tolist()) if num_parameters else (),
         slot_squares=tuple(float(all_squares[owner[slot], slot]) for slot in range(lanes)),
         bad_totals=tuple(int(value) for value in bad[:, 0].tolist()),
+        bad_leaf=min(((int(lane), int(index)) for _, lane, index in bad.tolist() if lane >= 0), default=None),
         changed_buffers=tuple((buffers.amax(dim=0) > 0).tolist()) if mine.changed_buffers.numel() else (),
     )

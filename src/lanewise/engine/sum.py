@@ -153,12 +153,6 @@ def _pair(target: torch.Tensor, first: Addend, second: Addend) -> None:
         torch.add(first, second, out=target)
 
 
-def is_finite(gradient: torch.Tensor) -> bool:
-    """Whether every element is finite. A finite sum proves it; only another one needs a closer look."""
-    wide = gradient.sum() if gradient.dtype == torch.float64 else gradient.sum(dtype=torch.float32)
-    return bool(torch.isfinite(wide)) or bool(torch.isfinite(gradient).all())
-
-
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """The fp64 sum of squares of one slot, by blocks of fixed size: always the same order of additions."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)

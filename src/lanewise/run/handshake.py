@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import socket
 from dataclasses import asdict
@@ -10,62 +11,76 @@ from typing import Any
 
 import torch
 
-from lanewise import env
 from lanewise.config import Settings
-from lanewise.engine import device as devices
 from lanewise.engine.transport import waiting
 from lanewise.errors import HandshakeError
-from lanewise.version import __version__
+from lanewise.run.facts import facts
 
-NOT_COMPARED = ("exchange", "timeout", "allow_mixed")
-"""Settings that may differ between ranks without harm, or that are compared by what follows from them."""
+_SETTING = "lw.start's "
+_MAY_BE_MIXED = ("threads", "timeout")
+"""Settings that do not stop ranks from working together where they differ."""
 
 
-def hello(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """What this rank says of itself: facts that must be equal, and the host it is on."""
-    chosen = {name: value for name, value in asdict(settings).items() if name not in NOT_COMPARED}
-    must_be_equal = {
-        "lanewise": __version__,
-        "torch": torch.__version__,
-        "device": devices.describe(device),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul": torch.get_float32_matmul_precision(),
-        **{f"settings.{name}": value for name, value in chosen.items()},
-        **{f"${name}": value for name, value in env.numeric_variables().items()},
+def hello(settings: Settings, device: torch.device, size: int) -> dict[str, Any]:
+    """What this rank says of itself: facts that must be equal, and where it is."""
+    chosen = asdict(settings)
+    del chosen["timeout"]
+    equal = {**facts(device), **{f"{_SETTING}{name}": value for name, value in chosen.items()}}
+    return {
+        "equal": equal,
+        "size": size,
+        "host": _host(),
+        "pid": os.getpid(),
+        "gpu": _gpu(device),
+        "shares": waiting.is_supported(),
     }
-    return {"equal": must_be_equal, "host": _host(), "gpu": _gpu(device), "shares": waiting.is_supported()}
 
 
-def differences(hellos: list[dict[str, Any]]) -> list[str]:
-    """One line for each fact in which ranks differ."""
-    facts = [json.loads(json.dumps(entry["equal"])) for entry in hellos]
-    lines = []
-    for name in sorted(set().union(*facts)):
+def check_size(mine: dict[str, Any], peer: int, theirs: dict[str, Any]) -> None:
+    """Refuse a rank that counts the ranks in another way: one would wait for who never comes."""
+    if mine["size"] != theirs["size"]:
+        raise HandshakeError(
+            f"this rank was told WORLD_SIZE={mine['size']}, but rank {peer} was told {theirs['size']}. Start all ranks "
+            "with one world size; a rank of another run may have come to the same MASTER_PORT."
+        )
+
+
+def differences(hellos: list[dict[str, Any]]) -> dict[str, str]:
+    """For each fact in which ranks differ: what is found on which rank."""
+    told = [json.loads(json.dumps(entry["equal"])) for entry in hellos]
+    found = {}
+    for name in sorted(set().union(*told)):
         by_value: dict[str, list[int]] = {}
-        for rank, entry in enumerate(facts):
+        for rank, entry in enumerate(told):
             by_value.setdefault(json.dumps(entry.get(name, "not set")), []).append(rank)
         if len(by_value) > 1:
-            said = "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in by_value.items())
-            lines.append(f"{name}: {said}")
-    return lines
+            found[name] = "; ".join(
+                f"{value} on rank(s) {', '.join(map(str, ranks))}" for value, ranks in by_value.items()
+            )
+    return found
 
 
 def check(hellos: list[dict[str, Any]], allow_mixed: bool) -> list[str]:
-    """Refuse ranks that differ, unless the user allows it; returns the differences."""
+    """Refuse ranks that differ, unless the user allows it; returns a line for each difference."""
     found = differences(hellos)
-    if found and not allow_mixed:
-        listed = "".join(f"\n  - {line}" for line in found)
-        raise HandshakeError(
-            f"the ranks differ in what decides bits:{listed}\nMake them equal, or start with allow_mixed=True to run "
-            "without the promise of equal bits."
-        )
-    settings = [line for line in found if line.startswith(("settings.lanes", "settings.strategy"))]
+    lines = [f"{name}: {said}" for name, said in found.items()]
+    settings = [name for name in found if name.startswith(_SETTING) and not name.endswith(_MAY_BE_MIXED)]
     if settings:
         raise HandshakeError(
-            f"ranks cannot work together with different {settings[0]}. allow_mixed covers hardware and versions only."
+            f"the ranks were started with different settings, and cannot work together:{_listed(lines)}\nGive every "
+            "rank the same; allow_mixed covers hardware, versions and torch's switches only."
         )
-    return found
+    if found and not allow_mixed:
+        raise HandshakeError(
+            f"the ranks differ in what decides bits:{_listed(lines)}\nMake them equal, or start with "
+            "allow_mixed=True to run without the promise of equal bits."
+        )
+    if found and hellos[0]["equal"][f"{_SETTING}strategy"] == "ddp":
+        raise HandshakeError(
+            f"the ranks differ in what decides bits:{_listed(lines)}\nWith strategy='ddp' every rank updates a copy of "
+            "its own, and such copies would drift apart. Use allow_mixed=True with zero1, zero2 or zero3."
+        )
+    return lines
 
 
 def share_a_host(hellos: list[dict[str, Any]]) -> bool:
@@ -79,10 +94,14 @@ def share_a_gpu(hellos: list[dict[str, Any]]) -> bool:
     return len(set(gpus)) < len(gpus)
 
 
+def _listed(lines: list[str]) -> str:
+    return "".join(f"\n  - {line}" for line in lines)
+
+
 def _host() -> str:
-    """The running kernel and the process namespace in it: ranks with the same can see each other's memory."""
+    """The running kernel and the namespaces in it: ranks with the same can see each other's memory and loopback."""
     words = [socket.gethostname(), platform.system()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/net"):
         try:
             words.append(str(Path(path).readlink()) if "/ns/" in path else Path(path).read_text().strip())
         except OSError:

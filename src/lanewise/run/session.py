@@ -253,7 +253,10 @@ class Run:
             atexit.unregister(self.close)
             if self._engine is not None:
                 self._engine.close()
-            self._transport.close(in_peace=not hasattr(sys, "last_value"))
+            error = sys.exception() or getattr(sys, "last_value", None)
+            self._transport.close(
+                None if error is None else f"it failed with {type(error).__name__}: {error}"
+            )
 
     def _portions(self, loader: Loader, first: int, total: int) -> Iterator[Portion]:
         """What this rank will compute from a step on, in order, as long as lanes stay where they are."""

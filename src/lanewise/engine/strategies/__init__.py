@@ -7,6 +7,7 @@ import torch
 
 from lanewise.config import Reduction
 from lanewise.config import Strategy as StrategyName
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.homes import Home
 from lanewise.engine.sum import Leaf
 from lanewise.engine.unit import Flat, Unit
@@ -65,7 +66,9 @@ class Strategy(Protocol):
         """Where parameters live."""
         ...
 
-    def gradient_sum(self, world: World, flats: Sequence[Flat], reduction: Reduction) -> GradientSum:
+    def gradient_sum(
+        self, world: World, flats: Sequence[Flat], reduction: Reduction, check: FiniteCheck
+    ) -> GradientSum:
         """How gradients are summed."""
         ...
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from lanewise.config import Reduction
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.homes import Home, PrivateHome
 from lanewise.engine.late import LateSum
 from lanewise.engine.native import NativeSum
@@ -19,8 +20,10 @@ class Ddp:
         """Each rank for itself, so that any of them could go on alone."""
         return PrivateHome(world, units)
 
-    def gradient_sum(self, world: World, flats: Sequence[Flat], reduction: Reduction) -> LateSum | NativeSum:
+    def gradient_sum(
+        self, world: World, flats: Sequence[Flat], reduction: Reduction, check: FiniteCheck
+    ) -> LateSum | NativeSum:
         """Once a step."""
         if reduction == "native":
-            return NativeSum(world, flats, keeps_all=True, every_round=False)
-        return LateSum(world, flats, keeps_all=True)
+            return NativeSum(world, flats, check, keeps_all=True, every_round=False)
+        return LateSum(world, flats, check, keeps_all=True)

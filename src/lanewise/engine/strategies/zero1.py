@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from lanewise.config import Reduction
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.homes import Home, HostHome, ReplicatedHome
 from lanewise.engine.late import LateSum
 from lanewise.engine.native import NativeSum
@@ -19,8 +20,10 @@ class Zero1:
         """A copy for each rank, or one for all on the same host."""
         return HostHome(world, units) if world.transport.is_shared else ReplicatedHome(world, units)
 
-    def gradient_sum(self, world: World, flats: Sequence[Flat], reduction: Reduction) -> LateSum | NativeSum:
+    def gradient_sum(
+        self, world: World, flats: Sequence[Flat], reduction: Reduction, check: FiniteCheck
+    ) -> LateSum | NativeSum:
         """Once a step."""
         if reduction == "native":
-            return NativeSum(world, flats, keeps_all=False, every_round=False)
-        return LateSum(world, flats, keeps_all=False)
+            return NativeSum(world, flats, check, keeps_all=False, every_round=False)
+        return LateSum(world, flats, check, keeps_all=False)

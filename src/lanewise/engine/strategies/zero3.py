@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from lanewise.config import Reduction
 from lanewise.engine.eager import EagerSum
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.homes import Home, HostHome, ShardedHome
 from lanewise.engine.native import NativeSum
 from lanewise.engine.unit import Flat, Unit
@@ -19,8 +20,10 @@ class Zero3:
         """Sharded; on one host every value stands once in memory that all ranks map, so a gather is a read."""
         return HostHome(world, units) if world.transport.is_shared else ShardedHome(world, units)
 
-    def gradient_sum(self, world: World, flats: Sequence[Flat], reduction: Reduction) -> EagerSum | NativeSum:
+    def gradient_sum(
+        self, world: World, flats: Sequence[Flat], reduction: Reduction, check: FiniteCheck
+    ) -> EagerSum | NativeSum:
         """As each unit's backward ends, in every round."""
         if reduction == "native":
-            return NativeSum(world, flats, keeps_all=False, every_round=True)
-        return EagerSum(world, flats)
+            return NativeSum(world, flats, check, keeps_all=False, every_round=True)
+        return EagerSum(world, flats, check, is_followed=True)

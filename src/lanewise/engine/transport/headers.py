@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from lanewise.engine import exchange
-from lanewise.errors import DivergedError
+from lanewise.engine.transport import words
 
 _TAG = 1
 _AHEAD = 8
@@ -44,11 +44,16 @@ class Headers:
         """Words that the next headers carry for the error message of whoever finds that they differ."""
         self._now = what.encode()[:_NOW_BYTES]
 
+    @property
+    def word(self) -> str:
+        """What was said last."""
+        return self._now.decode(errors="replace")
+
     def announce(self, where: str) -> int:
         """Tell all ranks what comes next; returns its number."""
         self._number += 1
-        words = where.encode()[:_WHERE_BYTES].ljust(_WHERE_BYTES, b"\0")
-        header = self._number.to_bytes(_NUMBER_BYTES, "little") + words + self._now.ljust(_NOW_BYTES, b"\0")
+        said = where.encode()[:_WHERE_BYTES].ljust(_WHERE_BYTES, b"\0")
+        header = self._number.to_bytes(_NUMBER_BYTES, "little") + said + self._now.ljust(_NOW_BYTES, b"\0")
         if self._others:
             self._mine.append(header)
         tensor = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -68,6 +73,7 @@ class Headers:
                 self._checked[peer] += 1
                 if theirs[:_COMPARED_BYTES] != mine[:_COMPARED_BYTES]:
                     self._refuse(peer, mine, theirs)
+                self._post(peer)
         while self._mine and self._number - len(self._mine) < min(self._checked.values()):
             self._mine.popleft()
         while len(self._sent) > _KEPT * len(self._others):
@@ -92,16 +98,11 @@ class Headers:
         work, buffer = self._posted[peer].popleft()
         self._channel.wait(work, peer, where)
         self._received[peer].append(bytes(buffer.numpy()))
-        self._post(peer)
 
     def _refuse(self, peer: int, mine: bytes, theirs: bytes) -> None:
         assert self._channel is not None
         self._channel.has_failed = True
-        raise DivergedError(
-            f"rank {self._rank} is in {_words(mine)} ({_now(mine)}), but rank {peer} is in {_words(theirs)} "
-            f"({_now(theirs)}). All ranks must make the same exchanges in the same order: run the same units in "
-            "every lane, and call the same functions on every rank."
-        )
+        raise words.difference(self._rank, _words(mine), _now(mine), peer, _words(theirs), _now(theirs))
 
 
 def _words(header: bytes) -> str:
@@ -109,4 +110,4 @@ def _words(header: bytes) -> str:
 
 
 def _now(header: bytes) -> str:
-    return header[_COMPARED_BYTES:].rstrip(b"\0").decode(errors="replace") or "before the first step"
+    return header[_COMPARED_BYTES:].rstrip(b"\0").decode(errors="replace")

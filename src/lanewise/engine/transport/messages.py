@@ -6,20 +6,22 @@ never wait for data that nobody sends. A rank without a lane can also follow: it
 headers and takes part in what they announce.
 """
 
+import contextlib
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
 from lanewise.engine import exchange
+from lanewise.engine.meeting import Meeting
+from lanewise.engine.transport import words
 from lanewise.engine.transport.headers import Headers
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing
 from lanewise.engine.transport.wire import Flight, Wire
+from lanewise.errors import ExchangeError
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.layout import between
 
-_SMALL_TAG = 2
-_FAREWELL = timedelta(seconds=5)
+_SMALL_TAG = 1 << 25
 
 
 class MessageTransport:
@@ -34,7 +36,7 @@ class MessageTransport:
 
     def __init__(
         self,
-        store: exchange.Store | None,
+        meeting: Meeting | None,
         control: exchange.Channel | None,
         wire: Wire,
         rank: int,
@@ -45,7 +47,7 @@ class MessageTransport:
         self.rank = rank
         self.size = size
         self.device = device
-        self._store = store
+        self._meeting = meeting
         self._control = control
         self._wire = wire
         self._others = [peer for peer in range(size) if peer != rank]
@@ -59,11 +61,20 @@ class MessageTransport:
         """Never called: there is no common memory."""
         raise AssertionError("ranks that exchange messages have no common memory")
 
+    def announce(self, where: str) -> int:
+        """Send a header."""
+        return self._headers.announce(where)
+
     def open(
-        self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
+        self,
+        board: Board,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        where: str,
+        under: int | None = None,
     ) -> "MessageTransfer":
         """Start to send and to receive."""
-        number = self._headers.announce(where)
+        number = self._headers.announce(where) if under is None else under
         sent = [(item.peer, tensor) for item in outgoing for tensor in item.tensors]
         by_peer = sorted(range(len(incoming)), key=lambda n: incoming[n].peer)
         lengths = [incoming[n].span[1] - incoming[n].span[0] for n in by_peer]
@@ -75,13 +86,16 @@ class MessageTransport:
             for low, high in between(incoming[n].segments, part.numel()):
                 part[low:high].zero_()
             arriving += [(incoming[n].peer, part[low:high]) for low, high in incoming[n].segments]
-        flight = self._wire.exchange(number, sent, whole, arriving)
+        flight = self._wire.exchange(words.mark(where), sent, whole, arriving)
         return MessageTransfer(self, number, flight, received, where)
 
-    def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> "MessageArrival":
+    def gather(
+        self, whole: torch.Tensor, spans: Sequence[Span], where: str, under: int | None = None
+    ) -> "MessageArrival":
         """Start to send my span to all and to receive theirs in place."""
-        number = self._headers.announce(where)
-        return MessageArrival(self, number, self._wire.gather(number, whole, spans), where)
+        number = self._headers.announce(where) if under is None else under
+        flight = self._wire.gather(words.mark(where), whole, spans)
+        return MessageArrival(self, number, flight, where)
 
     def add_up(
         self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool, where: str
@@ -98,8 +112,9 @@ class MessageTransport:
         rows[self.rank] = mine
         works = []
         if mine.numel() and self._control is not None:
-            works += [(p, self._control.irecv(rows[p], p, _SMALL_TAG, where)) for p in self._others]
-            works += [(p, self._control.isend(mine, p, _SMALL_TAG, where)) for p in self._others]
+            tag = _SMALL_TAG + words.mark(where)
+            works += [(p, self._control.irecv(rows[p], p, tag, where)) for p in self._others]
+            works += [(p, self._control.isend(mine, p, tag, where)) for p in self._others]
         self.finish(number, works, where)
         return rows
 
@@ -128,17 +143,18 @@ class MessageTransport:
             assert self._control is not None
             self._control.wait(work, peer, where)
 
-    def close(self, in_peace: bool) -> None:
+    def close(self, failure: str | None) -> None:
         """Leave the groups. In peace, wait a little for the others: a socket that closes early may take with
         it what they have not read yet.
         """
-        if (
-            in_peace
-            and self._store is not None
-            and self._control is not None
-            and not self._control.has_failed
-        ):
-            exchange.farewell(self._store, self.rank, self.size, _FAREWELL)
+        if self._meeting is not None and self._control is not None:
+            in_peace = failure is None and not self._control.has_failed
+            if in_peace:
+                with contextlib.suppress(ExchangeError):
+                    self._headers.announce(words.THE_END)
+            else:
+                self._meeting.give_up(None, self._headers.word + (f"; {failure}" if failure else ""))
+            self._meeting.part(in_peace)
         exchange.leave_group()
 
 

@@ -86,13 +86,28 @@ class Transport(Protocol):
         """Memory that all ranks map, zeroed. Only where `is_shared`."""
         ...
 
+    def announce(self, where: str) -> int:
+        """Tell all ranks what comes next; returns the number of these words.
+
+        Exchanges that always follow each other need to be announced only once, and are then started
+        `under` that number.
+        """
+        ...
+
     def open(
-        self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
+        self,
+        board: Board,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        where: str,
+        under: int | None = None,
     ) -> Transfer:
         """Offer what others need and ask for what they have. All of it has the type of the board."""
         ...
 
-    def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> Arrival:
+    def gather(
+        self, whole: torch.Tensor, spans: Sequence[Span], where: str, under: int | None = None
+    ) -> Arrival:
         """Send my span of `whole` to all ranks and receive theirs in place."""
         ...
 
@@ -112,6 +127,6 @@ class Transport(Protocol):
         """Leave word of what this rank does now, for the error message of a rank that waits for it."""
         ...
 
-    def close(self, in_peace: bool) -> None:
-        """Give everything back. `in_peace` says that this rank ends as planned."""
+    def close(self, failure: str | None) -> None:
+        """Give everything back. `failure` says what went wrong, where this rank does not end as planned."""
         ...

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from lanewise.engine import exchange
-from lanewise.engine.transport import calls
+from lanewise.engine.meeting import Meeting
+from lanewise.engine.transport import calls, words
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing
+from lanewise.engine.transport.suspects import Suspects
 from lanewise.engine.transport.waiting import Counter, Watch, wait_until
 from lanewise.errors import ExchangeError
 from lanewise.lanes.hosting import Span
 
-_POSTED, _OPENED, _CLOSED = 0, 64, 128
+_POSTED, _OPENED, _CLOSED, _SUSPECTS = 0, 64, 128, 192
 _WORDS_START, _WORDS_LENGTH = 256, 512
 _CALLS_START = 1024
 _MAIL_START, _MAIL_BYTES = 40960, 1 << 16
@@ -41,15 +42,18 @@ class SharedTransport:
     is_shared = True
     sends_alone = 0
 
-    def __init__(self, store: exchange.Store | None, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, meeting: Meeting | None, watch: Watch, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        """`watch` knows the processes of all ranks; it is closed with this."""
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self._store = store
+        self._meeting = meeting
+        self._watch = watch
         self._spin = size <= (os.cpu_count() or 1)
         self._num_allocations = 0
         self._memories: list[_Memory] = []
-        self._watch = Watch(self._tell("pid", os.getpid()))
         pages = self._allocate(_PAGE_BYTES)
         self._pages = [page.mapping for page in pages]
         self._mail = [page.tensor[_MAIL_START:] for page in pages]
@@ -57,8 +61,8 @@ class SharedTransport:
         self._opened = [Counter(page, _OPENED) for page in self._pages]
         self._closed = [Counter(page, _CLOSED) for page in self._pages]
         self._calls = calls.Calls(self._pages, _CALLS_START, rank, self._last_word)
+        self._suspects = Suspects(self._pages, _SUSPECTS, rank)
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._num_transfers = 0
 
     def board(self, numel: int, dtype: torch.dtype) -> Board:
         """Memory that the others may read."""
@@ -73,15 +77,26 @@ class SharedTransport:
         """One stretch of memory that all ranks map."""
         return self._allocate(max(num_bytes, 1) if self.rank == 0 else 0)[0].tensor
 
+    def announce(self, where: str) -> int:
+        """Write it down."""
+        return self._calls.note(where)
+
     def open(
-        self, board: Board, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
+        self,
+        board: Board,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        where: str,
+        under: int | None = None,
     ) -> "SharedTransfer":
         """Let the others read; nothing moves."""
-        call = self._calls.note(where)
-        self._num_transfers = self._opened[self.rank].advance()
-        return SharedTransfer(self, self._num_transfers, call, board, incoming, where)
+        if under is None:
+            self._calls.note(where)
+        return SharedTransfer(self, self._opened[self.rank].advance(), board, incoming, where)
 
-    def gather(self, whole: torch.Tensor, spans: Sequence[Span], where: str) -> "SharedArrival":
+    def gather(
+        self, whole: torch.Tensor, spans: Sequence[Span], where: str, under: int | None = None
+    ) -> "SharedArrival":
         """Bring every rank's span together. `whole` is private memory; it goes through the mail."""
         for owner, (start, stop) in enumerate(spans):
             self._relay(owner, whole[start:stop], where)
@@ -113,20 +128,25 @@ class SharedTransport:
         words = what.encode()[: _WORDS_LENGTH - 1]
         self._pages[self.rank][_WORDS_START : _WORDS_START + len(words) + 1] = words + b"\0"
 
-    def close(self, in_peace: bool) -> None:
+    def close(self, failure: str | None) -> None:
         """Unmap everything that no tensor uses any more."""
+        if failure is None:
+            self._calls.note(words.THE_END)
+        else:
+            self.say(f"{self._last_word(self.rank)}; {failure}")
         for counter in (*self._posted, *self._opened, *self._closed):
             counter.release()
         self._calls.release()
+        self._suspects.release()
         self._watch.close()
         self._pages.clear()
         self._mail.clear()
         self._memories.clear()
 
-    def wait_opened(self, number: int, call: int, peers: Sequence[int], where: str) -> None:
+    def wait_opened(self, number: int, peers: Sequence[int], where: str) -> None:
         """Wait until these ranks have opened so many transfers, and be sure that they opened the same."""
         self._wait([(peer, self._opened[peer], number) for peer in peers], where)
-        self._calls.check(call, peers)
+        self._calls.check(peers)
 
     def wait_closed(self, number: int, where: str) -> None:
         """Wait until all other ranks have closed so many transfers."""
@@ -141,10 +161,10 @@ class SharedTransport:
         return self._posted[self.rank].value % 2 * _MAIL_BYTES
 
     def _meet(self, where: str) -> None:
-        call = self._calls.note(where)
+        self._calls.note(where)
         number = self._posted[self.rank].advance()
         self._wait([(peer, self._posted[peer], number) for peer in self._peers], where)
-        self._calls.check(call, self._peers)
+        self._calls.check(self._peers)
 
     def _relay(self, owner: int, values: torch.Tensor, where: str) -> None:
         flat = values.detach().view(torch.uint8)
@@ -161,15 +181,16 @@ class SharedTransport:
         wait_until(
             awaited,
             self._watch,
+            self._suspects,
             self.timeout,
-            self._calls.check_recent,
+            self._calls.check_all,
             lambda ranks, what: self._explain(ranks, what, where),
             self._spin,
         )
 
     def _last_word(self, rank: int) -> str:
         page = self._pages[rank][_WORDS_START : _WORDS_START + _WORDS_LENGTH]
-        return page.split(b"\0")[0].decode(errors="replace") or "before the first step"
+        return page.split(b"\0")[0].decode(errors="replace") or words.SILENCE
 
     def _explain(self, ranks: tuple[int, ...], what: str, where: str) -> str:
         lines = [f"rank {self.rank} waited in {where}:"]
@@ -180,11 +201,10 @@ class SharedTransport:
         return " ".join(lines)
 
     def _tell(self, what: str, value: Any) -> list[Any]:
-        if self._store is None:
+        if self._meeting is None:
             return [value]
         self._num_allocations += 1
-        key = f"shared/{self._num_allocations}/{what}"
-        return exchange.tell_all(self._store, self.rank, self.size, key, value, self.timeout)
+        return self._meeting.tell_all(f"shared/{self._num_allocations}/{what}", value)
 
     def _allocate(self, num_bytes: int) -> list[_Memory]:
         """Allocate so much here, learn what the others allocated, and map all of it. 0 allocates nothing."""
@@ -229,14 +249,12 @@ class SharedTransfer:
         self,
         transport: SharedTransport,
         number: int,
-        call: int,
         board: Board,
         incoming: Sequence[Incoming],
         where: str,
     ) -> None:
         self._transport = transport
         self._number = number
-        self._call = call
         self._board = board
         self._incoming = incoming
         self._where = where
@@ -244,7 +262,7 @@ class SharedTransfer:
     def take(self) -> list[torch.Tensor]:
         """The peers' own memory, once they have opened this transfer."""
         peers = sorted({item.peer for item in self._incoming})
-        self._transport.wait_opened(self._number, self._call, peers, self._where)
+        self._transport.wait_opened(self._number, peers, self._where)
         return [self._board.peers[i.peer][i.span[0] : i.span[1]] for i in self._incoming]
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from lanewise.engine.transport.suspects import Suspects
 from lanewise.errors import PeerLostError
 
 _FUTEX = 202
@@ -80,15 +81,21 @@ class Watch:
         self.pids = tuple(pids)
         self._poll = select.poll()
         self._ranks = {}
+        self._never_met = []
         for rank, pid in enumerate(pids):
-            if pid != os.getpid():
+            if pid == os.getpid():
+                continue
+            try:
                 handle = os.pidfd_open(pid)
-                self._ranks[handle] = rank
-                self._poll.register(handle, select.POLLIN)
+            except ProcessLookupError:
+                self._never_met.append(rank)
+                continue
+            self._ranks[handle] = rank
+            self._poll.register(handle, select.POLLIN)
 
     def ended(self) -> tuple[int, ...]:
         """The ranks whose process is gone."""
-        return tuple(sorted(self._ranks[handle] for handle, _ in self._poll.poll(0)))
+        return tuple(sorted([*self._never_met, *(self._ranks[handle] for handle, _ in self._poll.poll(0))]))
 
     def state(self, rank: int) -> str:
         """What the kernel says of a process: running, stopped, gone."""
@@ -104,6 +111,7 @@ class Watch:
     def close(self) -> None:
         """Give the handles back."""
         for handle in self._ranks:
+            self._poll.unregister(handle)
             os.close(handle)
         self._ranks.clear()
 
@@ -111,6 +119,7 @@ class Watch:
 def wait_until(
     awaited: Sequence[tuple[int, Counter, int]],
     watch: Watch,
+    suspects: Suspects,
     timeout: timedelta,
     check: Callable[[], None],
     explain: Callable[[tuple[int, ...], str], str],
@@ -122,7 +131,7 @@ def wait_until(
     `explain` words it. `check` is called while waiting is long, and raises if it would never end.
     """
     deadline: float | None = None
-    for _, counter, target in awaited:
+    for rank, counter, target in awaited:
         spins = _SPINS if spin else 0
         while (seen := counter.value) < target:
             if spins:
@@ -131,13 +140,23 @@ def wait_until(
                 continue
             if deadline is None:
                 deadline = time.monotonic() + timeout.total_seconds()
+            suspects.await_(rank)
             counter.sleep(seen, _SLICE_S)
             if counter.value >= target:
                 break
             check()
             gone = watch.ended()
-            late = tuple(sorted({r for r, c, t in awaited if c.value < t}))
+            late = tuple(r for r, c, t in awaited if c.value < t)
             if lost := tuple(r for r in late if r in gone):
-                raise PeerLostError(lost, explain(lost, "has ended"))
-            if late and time.monotonic() > deadline:
-                raise PeerLostError(late, explain(late, f"did not come within {timeout.total_seconds():g} s"))
+                what = "has ended"
+            elif late and time.monotonic() > deadline:
+                lost, what = late, f"did not come within {timeout.total_seconds():g} s"
+            else:
+                continue
+            culprits = tuple(sorted({suspects.behind(r, r in gone) for r in lost}))
+            suspects.accuse(culprits[0])
+            if culprits != lost:
+                what = f"is the one that rank(s) {list(lost)} waited for"
+            raise PeerLostError(culprits, explain(culprits, what))
+    if deadline is not None:
+        suspects.await_(None)

@@ -10,7 +10,6 @@ from lanewise.engine import exchange
 from lanewise.lanes.hosting import Span
 
 _DATA_TAG = 16
-_TAGS = 1 << 24
 _WHERE = "the start of an exchange"
 
 
@@ -39,15 +38,16 @@ class Wire(Protocol):
     """See `protocol.Transport`."""
 
     def exchange(
-        self, number: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
+        self, mark: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
     ) -> Flight:
         """Start to send tensors, and to receive others into `arriving`.
 
+        `mark` tells exchanges of different kinds apart, in 16 bits.
         Those lie in `whole`, which holds what comes from rank 0, then from rank 1, and so on.
         """
         ...
 
-    def gather(self, number: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
+    def gather(self, mark: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
         """Start to send my span of `whole` to all ranks and receive theirs in place."""
         ...
 
@@ -64,28 +64,30 @@ class PeerWire:
     def __init__(self, channel: exchange.Channel | None, rank: int) -> None:
         self._channel = channel
         self._rank = rank
+        self._num_flights = 0
 
     def exchange(
-        self, number: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
+        self, mark: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
     ) -> Flight:
         """Start every message."""
-        return self._start(number, outgoing, arriving)
+        return self._start(mark, outgoing, arriving)
 
-    def gather(self, number: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
+    def gather(self, mark: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
         """Start every message."""
         parts = [whole[start:stop] for start, stop in spans]
         others = [peer for peer in range(len(parts)) if peer != self._rank]
-        return self._start(number, [(p, parts[self._rank]) for p in others], [(p, parts[p]) for p in others])
+        return self._start(mark, [(p, parts[self._rank]) for p in others], [(p, parts[p]) for p in others])
 
     def add_up(self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool) -> Flight:
         """Start a collective."""
         group = self._channel.group if self._channel is not None else None
         return _add_up(group, self._rank, whole, spans, keeps_all)
 
-    def _start(self, number: int, outgoing: Sequence[Parcel], arriving: Sequence[Parcel]) -> Flight:
+    def _start(self, mark: int, outgoing: Sequence[Parcel], arriving: Sequence[Parcel]) -> Flight:
         flight = Flight()
         if self._channel is not None:
-            tag = _DATA_TAG + number % _TAGS
+            self._num_flights += 1
+            tag = _DATA_TAG + (self._num_flights % 256 << 16 | mark)
             channel = self._channel
             flight.receives = [(p, channel.irecv(t, p, tag, _WHERE)) for p, t in arriving if t.numel()]
             flight.sends = [(p, channel.isend(t, p, tag, _WHERE)) for p, t in outgoing if t.numel()]
@@ -103,7 +105,7 @@ class CollectiveWire:
         self._size = size
 
     def exchange(
-        self, number: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
+        self, mark: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
     ) -> Flight:
         """Start one all-to-all in which each pair may exchange a different length."""
         if self._group is None:
@@ -115,7 +117,7 @@ class CollectiveWire:
         work = exchange.all_to_all(self._group, whole, packed, from_each, to_each)
         return Flight(receives=[(self._rank, work)])
 
-    def gather(self, number: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
+    def gather(self, mark: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
         """Start an all-gather, over padded shares where they are not equal."""
         if self._group is None:
             return Flight()
