@@ -1,6 +1,7 @@
 """The settings of a run: one frozen object, made once, before torch is touched."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -16,7 +17,7 @@ Precision = Literal["model", "fp32", "bf16", "fp16"]
 NonFinite = Literal["raise", "skip", "ignore"]
 ExchangeKind = Literal["auto", "shared", "gloo", "nccl"]
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
 
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 
@@ -31,7 +32,7 @@ class Settings:
 
     lanes: Positive = 8
     strategy: Strategy = "ddp"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     reduction: Reduction = "exact"
     precision: Precision = "model"
     micro_batches: Positive = 1
@@ -86,9 +87,24 @@ def _problem(kind: type, item: Any) -> str:
         close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(names))}."
         return f"{path}: unknown key; {hint}"
-    message = item["msg"].removeprefix("Value error, ")
-    found = "" if item["type"] in ("missing", "value_error") else f", found {item['input']!r}"
-    return f"{path}: {message}{found}" if path else f"{message}{found}"
+    message = _WORDS.get(item["type"], item["msg"])
+    message = message.removeprefix("Value error, ").replace("Input should", "must")
+    message += "" if item["type"] in ("missing", "value_error") else f", found {item['input']!r}"
+    if item["type"] == "literal_error":
+        known = re.findall("'([^']*)'", item["ctx"]["expected"])
+        close = difflib.get_close_matches(str(item["input"]), known, n=1)
+        message += f"; did you mean {close[0]!r}?" if close else ""
+    return f"{path}: {message}" if path else message
+
+
+_WORDS = {
+    "missing": "is missing",
+    "dataclass_type": "must be a section of keys and values",
+    "tuple_type": "must be a list",
+    "too_short": "has too few items",
+    "too_long": "has too many items",
+}
+"""Words of our own where pydantic speaks of Python's types."""
 
 
 def _owner_of(kind: type, location: tuple[Any, ...]) -> Any:

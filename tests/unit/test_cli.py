@@ -50,7 +50,7 @@ def test_importing_lanewise_does_not_import_torch():
         (["--port", "70000"], "--port must be between 1 and 65535, found 70000."),
         (
             ["--strategy", "zero9"],
-            "strategy: Input should be 'ddp', 'zero1', 'zero2' or 'zero3', found 'zero9'",
+            "strategy: must be 'ddp', 'zero1', 'zero2' or 'zero3', found 'zero9'",
         ),
         (["--hosting", "2;1"], "--hosting must be 'even' or one weight a rank, such as 2,1,1; found '2;1'."),
         (

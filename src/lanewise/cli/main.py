@@ -10,6 +10,7 @@ import typer
 
 from lanewise.cli.run import run
 from lanewise.cli.show import fail
+from lanewise.cli.train import train
 from lanewise.errors import LanewiseError, SettingsError
 from lanewise.version import __version__
 
@@ -38,6 +39,7 @@ def _root(
 
 
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(train)
 
 
 def main() -> None:
