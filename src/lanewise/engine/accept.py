@@ -69,6 +69,8 @@ def _check_options(name: str, number: int, group: dict[str, Any], device: torch.
 def _num_steps(state: dict[str, Any]) -> float | None:
     """How often a parameter was stepped; None where its state does not count."""
     step = state.get("step")
+    if isinstance(step, torch.Tensor) and step.is_meta:
+        return 0
     return step.item() if isinstance(step, torch.Tensor) else step
 
 

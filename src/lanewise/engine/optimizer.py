@@ -170,7 +170,7 @@ def _cut(optimizer: torch.optim.Optimizer, key: str, value: Any, piece: Slice) -
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if key == "step" or value.shape != parameter.shape:
-        return value.clone()
+        return torch.zeros((), dtype=value.dtype) if value.is_meta and key == "step" else value.clone()
     if not value.is_meta:
         return value.reshape(-1)[piece.part.start : piece.part.stop].to(piece.tensor, copy=True)
     if isinstance(optimizer, torch.optim.Adagrad):
