@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lanewise.config import Precision
+from lanewise.engine import precision as precisions
 from lanewise.engine.find import Found
-from lanewise.engine.precision import stored_dtype
 from lanewise.engine.unit import Flat, Unit, all_flats
 from lanewise.errors import OptimizerError
 from lanewise.lanes.layout import lay_out
@@ -42,10 +42,12 @@ def build_units(
     units = []
     for unit_number, unit in enumerate(found):
         rows = _sparse_rows(unit.module)
+        kept = precisions.beside_statistics(unit.module, precision)
         kinds: dict[tuple[torch.dtype, bool, int], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
             columns = rows.get(id(parameter), 0) if id(parameter) in groups else 0
-            kind = (stored_dtype(parameter, precision), id(parameter) in groups, columns and id(parameter))
+            stored = kept.get(id(parameter)) or precisions.stored_dtype(parameter, precision)
+            kind = (stored, id(parameter) in groups, columns and id(parameter))
             kinds.setdefault(kind, []).append((name, parameter))
         flats = []
         for (dtype, is_trainable, is_sparse), members in kinds.items():

@@ -31,6 +31,21 @@ def stored_dtype(parameter: torch.Tensor, precision: Precision) -> torch.dtype:
     return chosen if chosen is not None and parameter.is_floating_point() else parameter.dtype
 
 
+def beside_statistics(module: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
+    """The parameters that stay in the type of the running statistics beside them, by identity.
+
+    Torch's batch norm takes a 16-bit input with fp32 statistics, but only with fp32 parameters.
+    """
+    if precision not in ("bf16", "fp16"):
+        return {}
+    return {
+        id(parameter): child.running_mean.dtype
+        for child in module.modules()
+        if isinstance(child, nn.modules.batchnorm._NormBase) and child.running_mean is not None
+        for parameter in child.parameters(recurse=False)
+    }
+
+
 def short(dtype: torch.dtype) -> str:
     """A type as people say it: fp32, bf16."""
     text = str(dtype).removeprefix("torch.")
