@@ -50,7 +50,7 @@ class _Watched:
                 f"buffer {self.name!r} has been removed since prepare. Keep the model's buffers."
             )
         if current is not self.tensor or current._version != self.version or self.is_statistic:
-            self.tensor, self.kept, self.version = current, current.clone(), current._version
+            self.tensor, self.kept, self.version = current, current.detach().clone(), current._version
 
     def has_changed(self) -> bool:
         """Whether a lane may have changed it."""
@@ -75,7 +75,9 @@ class Buffers:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     name = f"{prefix}.{key}" if prefix else key
-                    self._all.append(_Watched(name, module, key, tensor, tensor.clone(), tensor._version))
+                    self._all.append(
+                        _Watched(name, module, key, tensor, tensor.detach().clone(), tensor._version)
+                    )
         self._lanes: dict[int, dict[int, torch.Tensor]] = {}
 
     @property
@@ -103,14 +105,23 @@ class Buffers:
 
     def end_lane(self, lane: int) -> None:
         """Note what a lane did to the buffers, and undo it."""
+        with torch.no_grad():
+            self._end_lane(lane)
+
+    def _end_lane(self, lane: int) -> None:
         changes: dict[int, torch.Tensor] = {}
         for number, buffer in enumerate(self._all):
             if not buffer.has_changed():
                 continue
             current = buffer.now
-            if current is None or current.shape != buffer.kept.shape or current.dtype != buffer.kept.dtype:
+            if current is None:
                 raise ModelError(
-                    f"buffer {buffer.name!r} changed its shape or type in lane {lane}. Lanes are averaged, so a "
+                    f"buffer {buffer.name!r} was removed in lane {lane}. Keep the model's buffers."
+                )
+            if current.shape != buffer.kept.shape or current.dtype != buffer.kept.dtype:
+                raise ModelError(
+                    f"buffer {buffer.name!r} of shape {tuple(buffer.kept.shape)} and type {buffer.kept.dtype} became "
+                    f"{tuple(current.shape)}, {current.dtype} in lane {lane}. Lanes are averaged, so a "
                     "buffer must keep both; hold such a value in a plain attribute instead."
                 )
             if not torch.equal(current, buffer.kept):
@@ -178,25 +189,24 @@ class Buffers:
             self._set(buffer, wide.to(buffer.kept.dtype))
 
     def _commit_counted(self, numbers: list[int], real_lanes: Sequence[bool]) -> None:
-        agreed: list[torch.Tensor] = []
+        """Every rank sends, for each buffer, how many values its lanes came to (0, 1, more) and one of them."""
+        found: list[torch.Tensor] = []
         for n in numbers:
             values = [c[n] for lane, c in self._lanes.items() if n in c and real_lanes[lane]]
-            if any(not torch.equal(value, values[0]) for value in values):
-                self._disagree(self._all[n])
-            present = torch.tensor([bool(values)], dtype=torch.int64)
+            others = any(not torch.equal(value, values[0]) for value in values)
             value = values[0] if values else self._all[n].kept.reshape(-1)
-            agreed.append(torch.cat([present, value.cpu().to(torch.int64)]))
-        sizes = [value.numel() for value in agreed]
-        received = self._transport.share(torch.cat(agreed), _WHERE)
+            count = torch.tensor([2 if others else min(len(values), 1)])
+            found.append(torch.cat([count, value.cpu().to(torch.int64)]))
+        sizes = [value.numel() for value in found]
+        received = self._transport.share(torch.cat(found), _WHERE)
         for n, columns in zip(numbers, received.split(sizes, dim=1), strict=True):
             buffer = self._all[n]
-            rows = [row[1:] for row in columns if row[0]]
-            if any(not torch.equal(row, rows[0]) for row in rows):
+            rows = [row for row in columns if row[0]]
+            if any(row[0] > 1 or not torch.equal(row, rows[0]) for row in rows):
                 self._disagree(buffer)
             if rows:
-                self._set(
-                    buffer, rows[0].to(buffer.kept.dtype).to(buffer.kept.device).view(buffer.kept.shape)
-                )
+                value = rows[0][1:].to(buffer.kept.dtype).to(buffer.kept.device)
+                self._set(buffer, value.view(buffer.kept.shape))
 
     def _disagree(self, buffer: _Watched) -> None:
         raise ModelError(

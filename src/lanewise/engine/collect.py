@@ -12,6 +12,7 @@ from lanewise.engine.report import LaneReport
 from lanewise.engine.strategies import GradientSum
 from lanewise.engine.sum import Leaf
 from lanewise.engine.unit import Flat, Unit
+from lanewise.errors import ModelError
 
 
 class Collector:
@@ -62,6 +63,15 @@ class Collector:
         """Backward is over: units that it never reached have no gradient."""
         self._complete.update(unit.number for unit in self.order)
         self._hand_on()
+        for flat, place in self.parameters:
+            if flat.parameters[place].grad is not None:
+                raise ModelError(
+                    f"parameter {flat.names[place]!r} got a gradient after backward had left its unit "
+                    f"{flat.unit_name!r}: it was also used outside that unit, before the unit's own forward. Use "
+                    "it after that forward (a penalty on all parameters, say, after the model has run), or choose "
+                    "units with run.prepare(..., units=[...]) that contain every use; units=[] makes the whole model "
+                    "one."
+                )
 
     def _hand_on(self) -> None:
         while self._next < len(self.order) and self.order[self._next].number in self._complete:

@@ -148,7 +148,7 @@ class _Ring:
 
     def __init__(self, world: World, pieces: Sequence[tuple[Span, ...]], dtype: torch.dtype) -> None:
         self._world = world
-        largest = max(sum(high - low for low, high in piece) for piece in pieces)
+        largest = max((sum(high - low for low, high in piece) for piece in pieces), default=0)
         self._length = largest if world.size > 1 else 0
         self._board: Board = world.transport.board(_RING * self._length, dtype)
         self._in_use: list[Transfer | None] = [None] * _RING

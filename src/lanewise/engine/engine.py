@@ -18,12 +18,12 @@ from lanewise.engine.collect import Collector
 from lanewise.engine.commit import Committer, Outcome
 from lanewise.engine.eager import EagerSum
 from lanewise.engine.finite import FiniteCheck
+from lanewise.engine.original import Original
 from lanewise.engine.passes import Passes
 from lanewise.engine.report import LaneReport, RankReport, exchange_reports
 from lanewise.engine.strategies import Strategy
 from lanewise.engine.unit import Unit, all_flats
 from lanewise.engine.world import World
-from lanewise.errors import ModelError
 from lanewise.lanes.schedule import Schedule
 
 
@@ -56,10 +56,10 @@ class Engine:
         self.passes = Passes(units, self.home, self.collector.unit_complete)
         self.buffers = Buffers(model, world.transport)
         self._handles: list[RemovableHandle] = []
-        self._versions: list[int] = []
+        self.original = Original(model, self.flats, self.home.frees)
         self._report = RankReport()
         self._done: list[int] = []
-        self._schedule: Schedule
+        self._schedule: Schedule | None = None
 
     def install(self, dtype: torch.dtype | None) -> None:
         """Hook the model; `dtype` is what its inputs are cast to, where that was asked for."""
@@ -70,9 +70,12 @@ class Engine:
     def begin_step(self, step: int, shares: Sequence[int]) -> Schedule:
         """Plan a step in which each rank hosts so many lanes. Collective."""
         self._step = step
-        self._check_untouched()
+        self.original.check()
         self.committer.optimizer.check_groups()
-        self._schedule = self.sum.schedule(shares)
+        schedule = self.sum.schedule(shares)
+        if schedule != self._schedule:
+            self.passes.forget_order()
+        self._schedule = schedule
         self._check.begin_step()
         self.sum.begin_step(self._schedule)
         self.collector.begin_step()
@@ -81,13 +84,23 @@ class Engine:
         self._done = []
         return self._schedule
 
-    def begin_lane(self, lane: int) -> None:
-        """A lane's forward comes next."""
+    @contextmanager
+    def lane(self, lane: int) -> Iterator[None]:
+        """A lane's forward and backward happen inside."""
         self.world.transport.say(f"step {self._step}, lane {lane}")
         self.collector.clear()
         self._report.lanes[lane] = LaneReport()
         self._lane = lane
-        self.passes.is_training = True
+        self.passes.begin_lane()
+        try:
+            yield
+        except BaseException:
+            self.passes.abandon_lane()
+            raise
+        self.passes.end_lane()
+        self.buffers.end_lane(lane)
+        self._done.append(lane)
+        self.sum.end_round()
 
     def backward(self, loss: torch.Tensor, weight: float, factor: float, is_last: bool) -> None:
         """Add a loss to the lane. `factor` scales it; `is_last` says that the lane's gradient is then whole."""
@@ -102,20 +115,13 @@ class Engine:
         if root != 1.0 and loss.dtype == torch.float16:
             loss = loss.float()
         gradient = None if root == 1.0 else torch.full_like(loss, root)
-        self.passes.run_backward(lambda: torch.autograd.backward(loss, gradient))
+        self.passes.run_backward(loss, gradient, records=not self._done)
         if is_last:
             self.collector.end()
 
-    def end_lane(self) -> None:
-        """The lane is over."""
-        self.passes.is_training = False
-        self.passes.reset()
-        self.buffers.end_lane(self._lane)
-        self._done.append(self._lane)
-        self.sum.end_round()
-
     def idle_round(self, number: int) -> None:
         """A round in which this rank has no lane: it only takes part in what the others exchange."""
+        assert self._schedule is not None
         leader = next(rank for rank, lane in enumerate(self._schedule.table[number]) if lane is not None)
         for unit in self.collector.order:
             self.home.follow(leader)
@@ -130,6 +136,7 @@ class Engine:
         self.committer.examine(self._report, wants_norm=clip is not None)
         self._report.changed_buffers = self.buffers.changed()
         num_parameters = len(self.collector.parameters)
+        assert self._schedule is not None
         where = "the report of a step"
         report = exchange_reports(
             self._report, transport, self._schedule, self.world.slots, num_parameters, where
@@ -140,7 +147,7 @@ class Engine:
             self.buffers.commit(report.changed_buffers, self._schedule, real_lanes)
         self.sum.end_step()
         self.home.publish()
-        self._versions = self._current_versions()
+        self.original.remember()
         return outcome
 
     @property
@@ -152,18 +159,6 @@ class Engine:
     def sends_leaves(self) -> bool:
         """Whether gradients travel in the type that autograd made, or in the type of the sums."""
         return isinstance(self.sum, EagerSum)
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Have all values here. Collective, at both ends."""
-        self.passes.is_held = True
-        try:
-            for unit in self.units:
-                self.home.need(unit)
-            yield
-        finally:
-            self.passes.is_held = False
-            self.passes.reset()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -196,22 +191,3 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self.committer.optimizer.release()
-
-    def _current_versions(self) -> list[int]:
-        if self.home.frees:
-            return []
-        return [parameter._version for flat in self.flats for parameter in flat.parameters]
-
-    def _check_untouched(self) -> None:
-        current = self._current_versions()
-        if not self._versions:
-            self._versions = current
-        if current == self._versions:
-            return
-        names = [name for flat in self.flats for name in flat.names]
-        changed = [n for n, a, b in zip(names, current, self._versions, strict=True) if a != b]
-        raise ModelError(
-            f"parameter {changed[0]!r} ({len(changed)} in all) was changed in place since the last step, outside "
-            "the optimizer. Ranks may share its memory and the optimizer may hold a wider copy, so the change "
-            "would be lost or made twice. Change parameters inside `with run.gathered(model, write=True):`."
-        )

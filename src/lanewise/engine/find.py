@@ -31,18 +31,12 @@ def find_units(model: nn.Module, selectors: Sequence[Selector] | None = None) ->
     Without `selectors` the units are the elements of the model's outermost lists of modules: usually its
     blocks. A parameter that several units use belongs to the root.
     """
-    if selectors is None:
-        chosen = _without_small(list(_elements("", model)))
-    else:
-        chosen = _selected(model, selectors)
+    chosen = _elements_of(model) if selectors is None else _selected(model, selectors)
     users: dict[int, set[str]] = {}
-    for name, module in chosen:
-        for parameter in module.parameters():
+    inside = {id(inner) for _, module in chosen for inner in module.modules()}
+    for name, module in (*chosen, *(("", module) for module in model.modules() if id(module) not in inside)):
+        for parameter in module.parameters(recurse=name != ""):
             users.setdefault(id(parameter), set()).add(name)
-    for prefix, module in model.named_modules():
-        if not any(prefix == name or prefix.startswith(f"{name}.") for name, _ in chosen):
-            for parameter in module.parameters(recurse=False):
-                users.setdefault(id(parameter), set()).add("")
     members: dict[str, list[tuple[str, nn.Parameter]]] = {"": [], **{name: [] for name, _ in chosen}}
     for name, parameter in model.named_parameters():
         owners = users[id(parameter)]
@@ -50,6 +44,14 @@ def find_units(model: nn.Module, selectors: Sequence[Selector] | None = None) ->
     units = [Found("", model, tuple(members[""]))]
     units += [Found(name, module, tuple(members[name])) for name, module in chosen if members[name]]
     return tuple(units)
+
+
+def _elements_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The elements of the outermost containers, each module once, without small ones."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in _elements("", model):
+        found.setdefault(id(module), (name, module))
+    return _without_small(_without_inner(list(found.values())))
 
 
 def _elements(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -61,6 +63,12 @@ def _elements(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
                 yield name, child
         else:
             yield from _elements(name, child)
+
+
+def _without_inner(units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Leave out modules that are also a part of another one: units are not nested."""
+    inner = {id(part) for _, module in units for part in module.modules() if part is not module}
+    return [unit for unit in units if id(unit[1]) not in inner]
 
 
 def _without_small(units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

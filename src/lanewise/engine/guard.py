@@ -25,7 +25,7 @@ _HARMLESS_PROPERTIES = (
 _HARMLESS_METHODS = (
     "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference",
     "is_signed", "ndimension", "nelement", "numel", "register_hook",
-    "register_post_accumulate_grad_hook", "size", "stride",
+    "register_post_accumulate_grad_hook", "requires_grad_", "size", "stride",
 )  # fmt: skip
 
 

@@ -1,12 +1,14 @@
 """Following a forward and its backward from unit to unit.
 
-Autograd runs ready nodes in the reverse order of their creation. So when backward reaches the output of a
-call of one unit, everything is done that was called after that call had ended: those units' gradients are
-complete, and their values may go. That needs a hook on a unit's outputs only, none on a parameter.
+Autograd numbers its nodes as they are made and runs ready ones from the last to the first. So when
+backward reaches a node, it is done with every node of a higher number: the gradients of all units whose
+first call began later are complete, and their values may go. That needs a hook on a unit's outputs only,
+none on a parameter. Where backward comes to a unit in another way (a loss kept aside, an output that is
+no plain tensor), `saved` brings the values back and the gradients are complete when all of backward is.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,33 +16,25 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lanewise.engine.homes import Home
+from lanewise.engine.saved import SavedValues
 from lanewise.engine.unit import Unit
 
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of this thread will get."""
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Which backward is running: one inside another (reentrant checkpointing) has an id of its own."""
 
-@dataclass
+
+@dataclass(eq=False)
 class _Call:
-    """One call of a unit in a forward, with the moments at which it began and ended."""
+    """One call of a unit in a forward, and the numbers of the next nodes when it began and ended."""
 
     unit: Unit
     began: int
-    ended: int = 0
-
-
-@dataclass
-class _Pass:
-    """The calls of the forwards since the last backward."""
-
-    calls: list[_Call] = field(default_factory=list)
-    open: list[_Call] = field(default_factory=list)
-    clock: int = 0
-    first_calls: list[_Call] = field(default_factory=list)
-    """The first call of every unit that backward has not left yet."""
-    seen: set[int] = field(default_factory=set)
-
-    def tick(self) -> int:
-        """The next moment."""
-        self.clock += 1
-        return self.clock
+    ended: int = -1
+    enters: bool = False
+    """Whether backward will announce that it comes to this call."""
 
 
 class Passes:
@@ -50,124 +44,244 @@ class Passes:
         self._units = units
         self._home = home
         self._on_complete = on_complete
+        self._saved = SavedValues(units, home)
         self._handles: list[Any] = []
-        self._pass = _Pass()
+        self._calls: list[_Call] = []
+        """The calls of this lane that backward has not passed yet, by when they began."""
+        self._open: list[_Call] = []
+        self._num_left: dict[int, int] = {}
+        """How many calls of each unit are in `_calls`."""
+        self._called: list[int] = []
         self._order: list[int] = []
+        """The units as they were called the last time, and as they are prefetched."""
         self._in_backward = False
+        self._task = -1
         self._lingering: Unit | None = None
-        self.is_held = False
-        """Whether values stay here whatever is called (see `Engine.gathered`)."""
-        self.is_training = False
+        self._num_holds = 0
+        self._is_training = False
+
+    @property
+    def is_training(self) -> bool:
         """Whether a lane is being computed, so that forwards will be followed by a backward."""
+        return self._is_training
+
+    @property
+    def is_held(self) -> bool:
+        """Whether values stay here whatever is called."""
+        return self._num_holds > 0
 
     def install(self) -> None:
         """Hook every unit."""
         for unit in self._units:
-            before, after = self._hooks(unit)
+            before, after = _Before(self, unit), _After(self, unit)
             self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(unit.module.register_forward_hook(after))
 
     def remove(self) -> None:
         """Unhook every unit."""
+        self._saved.leave()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def run_backward(self, backward: Callable[[], None]) -> None:
-        """Run a backward, and let every unit's values go when it is over."""
+    def begin_lane(self) -> None:
+        """Forwards and a backward come next. The root's values are here from now on, whatever is called."""
+        self.reset()
+        self._is_training = True
+        if self._home.frees:
+            self._saved.enter()
+            self._home.need(self._units[0])
+
+    def end_lane(self) -> None:
+        """No more backward will come."""
+        self._is_training = False
+        self._saved.leave()
+        self.reset()
+
+    def abandon_lane(self) -> None:
+        """The user's loop was left in mid-lane. Exchange nothing: other ranks may not be there any more."""
+        self._is_training = False
+        self._saved.leave()
+
+    def hold(self) -> None:
+        """Have all values here, whatever is called, until `let_go`. Collective."""
+        for unit in self._units:
+            self._home.need(unit)
+        self._num_holds += 1
+
+    def let_go(self) -> None:
+        """Undo one `hold`."""
+        self._num_holds -= 1
+        self.reset()
+
+    def forget_order(self) -> None:
+        """Prefetch nothing until all ranks have seen the same order again."""
+        self._order = []
+
+    def run_backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, records: bool) -> None:
+        """Run a backward, and let values go when it is over. `records` keeps the order for prefetching.
+
+        The root stays, for the next forward of the lane.
+        """
         self._in_backward = True
+        handle = loss.register_hook(self._begin_task)
         try:
-            backward()
+            torch.autograd.backward(loss, gradient)
         finally:
+            handle.remove()
             self._in_backward = False
-            order = [call.unit.number for call in self._pass.calls]
-            if order:
-                self._order = order
-            self.reset()
+        if records:
+            self._order = self._called
+        self.reset()
 
     def reset(self) -> None:
-        """Forget what was called, and let everything go."""
-        self._pass = _Pass()
+        """Forget what was called, and let everything go but what is held."""
+        self._calls, self._open, self._called, self._num_left = [], [], [], {}
         self._lingering = None
-        if self._home.frees and not self.is_held:
-            for unit in self._units:
-                self._home.spare(unit)
+        for unit in self._units[1:] if self._is_training else self._units:
+            self._release(unit)
 
-    def _hooks(self, unit: Unit) -> tuple[Any, Any]:
-        def before(module: nn.Module, arguments: Any) -> None:
-            self._before_forward(unit)
-
-        def after(module: nn.Module, arguments: Any, output: Any) -> None:
-            self._after_forward(unit, output)
-
-        hook: Any
-        for hook in (before, after):
-            hook._torchdynamo_disable = True
-        return before, after
-
-    def _before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit) -> None:
+        """A unit is called."""
         if self._in_backward:
-            calls = [call for call in self._pass.calls if call.unit is unit]
-            self._entered(unit, max((call.ended for call in calls), default=0))
+            self._recomputed(unit)
             return
-        if self._lingering is not None and self._lingering is not unit:
-            self._release(self._lingering)
-        self._lingering = None
+        if unit.number == 0 and not self._is_training:
+            self._open.clear()
+        self._linger(None, but_for=unit)
         self._home.need(unit)
-        if not self.is_training:
+        call = _Call(unit, _next_node())
+        self._open.append(call)
+        if self._is_training:
+            self._calls.append(call)
+            self._called.append(unit.number)
+            self._num_left[unit.number] = self._num_left.get(unit.number, 0) + 1
+            if self._home.frees:
+                self._prefetch_after(len(self._called))
+
+    def after_forward(self, unit: Unit, output: Any) -> None:
+        """A call of a unit has ended."""
+        if self._in_backward or not self._open or self._open[-1].unit is not unit:
             return
-        call = _Call(unit, self._pass.tick())
-        self._pass.calls.append(call)
-        self._pass.open.append(call)
-        if unit.number not in self._pass.seen:
-            self._pass.seen.add(unit.number)
-            self._pass.first_calls.append(call)
+        call = self._open.pop()
+        call.ended = _next_node()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and _was_made_in(tensor, call):
+                tensor.register_hook(_Entering(self, call))
+                call.enters = True
+        if unit.number != 0:
+            self._linger(unit)
+        elif not self._is_training:
+            self._linger(None)
+            self._release(unit)
+
+    def entered(self, call: _Call) -> None:
+        """A backward has come to the end of a call."""
+        if not self._is_outer_backward():
+            if not self._in_backward:
+                self._linger(call.unit)
+            self._home.need(call.unit)
+            return
+        self._leave(call.ended, but_for=call.unit)
+        self._home.need(call.unit)
         if self._home.frees:
-            self._prefetch_after(len(self._pass.calls))
+            earlier = [c for c in self._calls if c.enters and c.unit.number and c.ended <= call.began]
+            if earlier and earlier[-1] is not call:
+                self._home.prefetch(earlier[-1].unit)
 
-    def _after_forward(self, unit: Unit, output: Any) -> None:
-        if self._in_backward:
-            return
-        is_root = unit.number == 0
-        if self.is_training and self._pass.open and self._pass.open[-1].unit is unit:
-            call = self._pass.open.pop()
-            call.ended = self._pass.tick()
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._entering(call))
-            if not is_root:
-                self._lingering = unit
-            return
-        self._release(unit)
-        if is_root and self._lingering is not None:
-            self._release(self._lingering)
-            self._lingering = None
+    def _recomputed(self, unit: Unit) -> None:
+        """A checkpoint calls a unit again in backward.
 
-    def _entering(self, call: _Call) -> Callable[[torch.Tensor], None]:
-        def entered(gradient: torch.Tensor) -> None:
-            self._entered(call.unit, call.ended)
-
-        return entered
-
-    def _entered(self, unit: Unit, ended: int) -> None:
-        """Backward has come to a call that ended at this moment."""
-        first_calls = self._pass.first_calls
-        while ended and first_calls and first_calls[-1].began > ended:
-            later = first_calls.pop().unit
-            self._on_complete(later)
-            self._release(later)
+        A reentrant one is itself a node, made just before the calls that it hides from autograd. So what
+        began right after the node may still be to come.
+        """
+        if self._is_outer_backward():
+            self._leave(_current_node()._sequence_nr() + 2, but_for=unit)
         self._home.need(unit)
-        if self._home.frees and self._in_backward:
-            earlier = [call.unit for call in self._pass.calls if 0 < call.ended < ended]
-            if earlier:
-                self._home.prefetch(earlier[-1])
+
+    def _begin_task(self, gradient: torch.Tensor) -> None:
+        self._task = _current_task()
+
+    def _is_outer_backward(self) -> bool:
+        """Whether the node that runs belongs to the lane's own backward, whose order tells what is done."""
+        return self._in_backward and _current_task() == self._task and _current_node() is not None
+
+    def _leave(self, moment: int, but_for: Unit) -> None:
+        """Backward is done with all calls that began at this moment or later."""
+        while self._calls and self._calls[-1].began >= moment:
+            unit = self._calls.pop().unit
+            self._num_left[unit.number] -= 1
+            if self._num_left[unit.number] == 0:
+                self._on_complete(unit)
+            if unit is not but_for:
+                self._release(unit)
+
+    def _linger(self, unit: Unit | None, but_for: Unit | None = None) -> None:
+        """Let the unit go that was used last, and keep another in its place, in case it is the next used too."""
+        last, self._lingering = self._lingering, unit
+        if last is None or last is unit or last is but_for or any(call.unit is last for call in self._open):
+            return
+        self._release(last)
 
     def _prefetch_after(self, position: int) -> None:
         """Start to bring the unit that was called next the last time."""
-        called = [call.unit.number for call in self._pass.calls]
-        if called == self._order[:position] and position < len(self._order):
+        if self._called == self._order[:position] and position < len(self._order):
             self._home.prefetch(self._units[self._order[position]])
 
     def _release(self, unit: Unit) -> None:
-        if self._home.frees and not self.is_held:
+        if self._home.frees and not self._num_holds:
             self._home.spare(unit)
+
+
+def _was_made_in(tensor: torch.Tensor, call: _Call) -> bool:
+    """Whether a node of this call made the tensor. One that was passed through says nothing about the call."""
+    node = tensor.grad_fn
+    return node is not None and call.began <= node._sequence_nr() < call.ended
+
+
+class _Entering:
+    """The hook on an output of a call."""
+
+    def __init__(self, passes: Passes, call: _Call) -> None:
+        self._passes, self._call = passes, call
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._passes.entered(self._call)
+
+
+class _UnitHook:
+    """A hook on a module. It does nothing for copies of that module, and nothing when it is unpickled.
+
+    Compilers leave it alone, and all that it calls.
+    """
+
+    def __init__(self, passes: Passes, unit: Unit) -> None:
+        self._unit = unit
+        self._before = torch.compiler.disable(passes.before_forward)
+        self._after = torch.compiler.disable(passes.after_forward)
+
+    def __deepcopy__(self, memo: object) -> "_UnitHook":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle_hook, ()
+
+
+class _Before(_UnitHook):
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        if module is self._unit.module:
+            self._before(self._unit)
+
+
+class _After(_UnitHook):
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if module is self._unit.module:
+            self._after(self._unit, output)
+
+
+def _idle_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*arguments: Any) -> None:
+    """What remains of a hook in a model that was pickled."""

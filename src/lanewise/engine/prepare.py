@@ -51,6 +51,7 @@ def prepare(
     _check_made_values(units, hashes, world)
     engine.committer.adopt(optimizer)
     engine.install(STORED[settings.precision])
+    engine.original.remember()
     world.transport.barrier("the end of prepare")
     return engine
 

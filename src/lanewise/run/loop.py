@@ -68,8 +68,11 @@ class Step:
         self._is_complete = True
 
     def _lane(self, lane: int) -> Iterator[Any]:
-        self._engine.begin_lane(lane)
-        randomness.seed_lane(self._run.settings.seed, self.index, lane)
+        with self._engine.lane(lane):
+            randomness.seed_lane(self._run.settings.seed, self.index, lane)
+            yield from self._micro_batches_of(lane)
+
+    def _micro_batches_of(self, lane: int) -> Iterator[Any]:
         for micro in range(self._micro_batches):
             self._portion, batch = next(self._batches)
             assert (self._portion.step, self._portion.lane) == (self.index, lane)
@@ -81,7 +84,6 @@ class Step:
                     + (f", micro-batch {micro}" if self._micro_batches > 1 else "")
                     + ". Call it once for each batch; a loss of 0 is a loss too."
                 )
-        self._engine.end_lane()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Backpropagate the loss of the batch in hand.

@@ -17,7 +17,7 @@ from lanewise.config import ExchangeKind, NonFinite, Precision, Reduction, Strat
 from lanewise.data.loader import Loader, Portion, make_loader
 from lanewise.data.partition import Partition
 from lanewise.engine import device as devices
-from lanewise.engine import randomness
+from lanewise.engine import gathered, randomness
 from lanewise.engine.commit import Outcome
 from lanewise.engine.engine import Engine
 from lanewise.engine.find import Selector
@@ -26,7 +26,7 @@ from lanewise.engine.precision import COLUMNS, truth_table
 from lanewise.engine.prepare import prepare
 from lanewise.engine.transport.protocol import Transport
 from lanewise.engine.world import World
-from lanewise.errors import DataError, SettingsError, StepError
+from lanewise.errors import DataError, ModelError, SettingsError, StepError
 from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
 from lanewise.lanes.hosting import even, weighted
 from lanewise.run import agree
@@ -211,9 +211,19 @@ class Run:
                 "the step is iterated."
             )
 
-    def gathered(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Have all parameters whole on this rank, to evaluate, generate or export. Call it on all ranks."""
-        return self.engine.gathered()
+    def gathered(self, model: nn.Module | None = None, write: bool = False) -> AbstractContextManager[None]:
+        """Have all parameters whole on this rank, to evaluate, generate or export. Call it on all ranks.
+
+        With `write=True` they may be changed too, by every rank to the same values.
+
+        >>> with run.gathered(model):                                        # doctest: +SKIP
+        ...     torch.save(model.state_dict(), "model.pt")
+        """
+        if model is not None and self.engine.model not in model.modules():
+            raise ModelError(
+                f"run.gathered was given a {type(model).__name__} that is not the prepared model."
+            )
+        return gathered.writing(self.engine) if write else gathered.reading(self.engine)
 
     def digest(self) -> str:
         """A hash of all parameters and optimizer state, the same for any number of ranks. Call it on all."""
