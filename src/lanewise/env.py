@@ -102,7 +102,26 @@ def for_ranks(overrides: Mapping[str, object], failures: Path, launcher: int) ->
         OVERRIDES: json.dumps(dict(overrides)),
         FAILURES: str(failures),
         LAUNCHER: str(launcher),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(overrides.get("threads", 1))),
+        **threads_for_ranks(overrides.get("threads", 1)),
+    }
+
+
+def threads_for_ranks(threads: object) -> dict[str, str]:
+    """What a library must be told before it starts its threads, unless the user has."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+
+
+def place(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:
+    """What `launch` reads: a rank of this host, whose launcher serves the store."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 

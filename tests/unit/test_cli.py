@@ -23,7 +23,7 @@ def script(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], []])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["prove", "--help"], []])
 def test_help_does_not_import_torch(arguments):
     code = (
         "import sys; from lanewise.cli.main import main\n"
@@ -83,6 +83,18 @@ def test_a_script_must_be_there(tmp_path, name, found):
     code, _, err = lanewise("run", "--ranks", "2", name, cwd=tmp_path)
     assert code == 2
     assert f"the script '{name}' {found}; give the path of a Python file." in err
+
+
+def test_a_wrong_proof_is_refused_before_any_rank_starts(script):
+    for options, message in [
+        (["--worlds", "0"], "--worlds must be numbers of ranks such as 1,2,3,5; found '0'."),
+        (["--worlds", "3", "--strategies", "ddp"], "is one cell, and there is nothing to compare it with"),
+        (["--lanes", "0"], "lanes: must be greater than or equal to 1, found 0"),
+        (["--strategy", "ddp"], "No such option: --strategy"),
+    ]:
+        code, out, err = lanewise("prove", script, *options)
+        assert (code, out) == (2, ""), err
+        assert message in " ".join(err.split()), err
 
 
 def test_help_names_every_choice():

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lanewise.cli.prove import prove
 from lanewise.cli.run import run
 from lanewise.cli.show import fail
 from lanewise.cli.train import train
@@ -40,6 +41,7 @@ def _root(
 
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(train)
+app.command()(prove)
 
 
 def main() -> None:

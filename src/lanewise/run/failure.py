@@ -66,22 +66,29 @@ class Outcome:
             return 128 + signal.Signals[self.interrupted_by].value
         if self.is_good:
             return 0
-        code = self.exit_codes.get(self._culprit, 1)
+        code = self.exit_codes.get(self.culprit, 1)
         return 128 - code if code < 0 else code
 
     def describe(self) -> str:
         """One sentence on what happened."""
-        who = f"rank {self._culprit} of {self.ranks}"
+        who = f"rank {self.culprit} of {self.ranks}"
         if self.first is not None:
             alike = sum((f.kind, f.message) == (self.first.kind, self.first.message) for f in self.failures)
             also = f", as did {alike - 1} other(s)" if alike > 1 else ""
-            return f"{who} failed with {self.first.kind}{also}; its traceback stands above."
-        code = self.exit_codes[self._culprit]
+            return f"{who} failed with {self.first.kind}{also}."
+        code = self.exit_codes[self.culprit]
         if code >= 0:
             return f"{who} ended with exit code {code} and no exception; its own output says why."
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = " The kernel does that when memory runs out." if name == "SIGKILL" else ""
         return f"{who} was ended by {name}.{hint}"
+
+    @property
+    def culprit(self) -> int:
+        """The rank that failed first; rank 0 where none did."""
+        if self.first is not None:
+            return self.first.rank
+        return next(iter([*self._silent, *self.exit_codes]), 0)
 
     @property
     def _silent(self) -> list[int]:
@@ -90,9 +97,3 @@ class Outcome:
         return [
             rank for rank, code in self.exit_codes.items() if rank not in spoke and code != -signal.SIGTERM
         ]
-
-    @property
-    def _culprit(self) -> int:
-        if self.first is not None:
-            return self.first.rank
-        return (self._silent or list(self.exit_codes))[0]

@@ -77,6 +77,7 @@ class Step:
             self._portion, batch = next(self._batches)
             assert (self._portion.step, self._portion.lane) == (self.index, lane)
             self._is_awaiting_backward = True
+            self._run._before_batch(lane, micro, batch)
             yield batch
             if self._is_awaiting_backward:
                 raise StepError(

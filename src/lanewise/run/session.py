@@ -29,7 +29,7 @@ from lanewise.engine.world import World
 from lanewise.errors import DataError, ModelError, SettingsError, StepError
 from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
 from lanewise.lanes.hosting import even, weighted
-from lanewise.run import agree
+from lanewise.run import agree, record
 from lanewise.run import digest as digests
 from lanewise.run.connect import connect
 from lanewise.run.evaluate import evaluate
@@ -96,7 +96,9 @@ class Run:
         self.shares: tuple[int, ...] = ()
         """Lanes that each rank hosts."""
         self.rehost(settings.hosting)
-        self._record = env.record()
+        self._recorder = record.make(env.record())
+        if self._recorder is not None:
+            self._recorder.started(self)
         if self.world_size > settings.lanes:
             report(
                 Notice(
@@ -188,9 +190,9 @@ class Run:
         agree.on_data(loader, self.engine.world.transport)
         if total is None:
             total = (self.position // len(loader) + (1 if epochs is None else epochs)) * len(loader)
-        limit = self._record.get("steps")
-        if isinstance(limit, int):
-            total = min(total, limit)
+        if self._recorder is not None:
+            total = self._recorder.limit(total)
+            self._recorder.before_steps(self)
         while self.position < total:
             shares = self.shares
             with closing(loader.stream(self._portions(loader, self.position, total), self.device)) as batches:
@@ -199,6 +201,8 @@ class Run:
                     yield step
                     if not step.is_updated:
                         raise StepError(f"step {step.index}: the loop went on without step.update().")
+        if self._recorder is not None:
+            self._recorder.end_if_done(self)
 
     fit = fit
     evaluate = evaluate
@@ -278,6 +282,12 @@ class Run:
     def _after_update(self, step: Step, outcome: Outcome) -> None:
         self.position += 1
         self._report(StepDone(step.index, outcome.loss, outcome.grad_norm, outcome.skipped))
+        if self._recorder is not None:
+            self._recorder.after_step(self, step.index, outcome.loss)
+
+    def _before_batch(self, lane: int, micro: int, batch: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.batch(lane, micro, batch)
 
 
 def _number(name: str, value: Any) -> float:
