@@ -145,11 +145,12 @@ def test_a_failure_is_one_object_of_json(script):
 
 
 @pytest.mark.parametrize(("sign", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_nothing_runs_on_when_a_proof_is_stopped(script, tmp_path, sign, exit_code):
+def test_nothing_runs_on_when_a_proof_is_stopped(script, tmp_path, tmp_path_factory, sign, exit_code):
     process = subprocess.Popen(
         command(script, "--worlds", "3,1", "--steps", "3", "wait", str(tmp_path)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("left"))},
     )
     deadline = time.monotonic() + 100
     while len(ranks := [int(path.name) for path in tmp_path.iterdir()]) < 3:
