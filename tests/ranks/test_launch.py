@@ -125,33 +125,29 @@ def test_the_rank_that_failed_first_is_the_one_that_is_heard(scripts, tmp_path, 
     ("sign", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
 def test_ranks_end_with_their_launcher(scripts, tmp_path, tmp_path_factory, sign, exit_code):
+    left = tmp_path_factory.mktemp("left")
+    command = ["run", "--ranks", "3", str(scripts / "plain.py"), "wait", str(tmp_path)]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lanewise",
-            "run",
-            "--ranks",
-            "3",
-            str(scripts / "plain.py"),
-            "wait",
-            tmp_path,
-        ],
+        [sys.executable, "-m", "lanewise", *command],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("left"))},
+        env={**os.environ, "TMPDIR": str(left)},
     )
-    deadline = time.monotonic() + 100
-    while len(running(tmp_path)) < 3:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(sign)
-    _, err = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 100
+        while len(running(tmp_path)) < 3:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(sign)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == exit_code
     if sign != signal.SIGKILL:
         assert err == f"error: stopped by {sign.name}; all ranks have ended.\n"
         assert not running(tmp_path)
+        assert not list(left.iterdir())
     while running(tmp_path):
         assert time.monotonic() < deadline, "ranks are left behind"
         time.sleep(0.05)

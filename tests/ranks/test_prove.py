@@ -152,13 +152,16 @@ def test_nothing_runs_on_when_a_proof_is_stopped(script, tmp_path, tmp_path_fact
         stderr=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("left"))},
     )
-    deadline = time.monotonic() + 100
-    while len(ranks := [int(path.name) for path in tmp_path.iterdir()]) < 3:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(sign)
-    assert process.wait(30) == exit_code
+    try:
+        deadline = time.monotonic() + 100
+        while len(ranks := [int(path.name) for path in tmp_path.iterdir()]) < 3:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(sign)
+        assert process.wait(30) == exit_code
+    finally:
+        process.kill()
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < deadline, "ranks are left behind"
         time.sleep(0.1)
