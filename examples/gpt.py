@@ -65,13 +65,11 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
-def read_text(pattern: str | None, most: int = 4_000_000) -> bytes:
-    """The bytes of all matching files, in the order of their names."""
-    if pattern is None:
-        files = sorted(Path(os.__file__).parent.glob("*.py"))
-    else:
-        files = sorted(Path().glob(pattern))
-    return b"".join(file.read_bytes() for file in files)[:most]
+def read_text(files: list[Path] | None, most: int = 4_000_000) -> bytes:
+    """The bytes of all files, in the order of their names."""
+    if not files:
+        files = list(Path(os.__file__).parent.glob("*.py"))
+    return b"".join(file.read_bytes() for file in sorted(files))[:most]
 
 
 def train(options: argparse.Namespace) -> None:
@@ -105,7 +103,7 @@ def train(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a small GPT on bytes.")
-    parser.add_argument("--text", help="files to read, such as 'books/*.txt'")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="files to read")
     parser.add_argument("--strategy", default="ddp", choices=["ddp", "zero1", "zero2", "zero3"])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step, over all ranks")

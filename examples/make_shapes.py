@@ -3,12 +3,13 @@
 They are written as .npy files, which need nothing but numpy to read.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+FOLDER = Path(__file__).parent / "recipes" / "data" / "shapes"
 SIDE = 24
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
     "disc": lambda x, y, r: x**2 + y**2 < r**2,
@@ -27,7 +28,7 @@ def draw(shape: str, random: np.random.Generator) -> np.ndarray:
     return picture.clip(0, 255).astype(np.uint8)
 
 
-def main(folder: Path, images: int = 100) -> None:
+def main(folder: Path, images: int) -> None:
     """Draw so many images of each shape."""
     random = np.random.default_rng(0)
     for shape in SHAPES:
@@ -38,4 +39,8 @@ def main(folder: Path, images: int = 100) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "recipes" / "data" / "shapes")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("images", nargs="?", type=int, default=100, help="images of each shape")
+    options = parser.parse_args()
+    main(options.folder, options.images)

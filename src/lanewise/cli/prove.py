@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,12 @@ from lanewise.cli import options
 
 
 def prove(
-    script: options.Script,
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT.py|RECIPE.toml", help="Your training script, or a recipe.", show_default=False
+        ),
+    ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -34,7 +40,7 @@ def prove(
     timeout: options.Timeout = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Run a script with every number of ranks and every strategy, and compare its bits after every step.
+    """Run a script or recipe with every number of ranks and every strategy, and compare bits after every step.
 
     Ends with 0 if they are the same everywhere, else with 1 and the first step, unit, parameter and lane that
     differ. The script is ended after the last step that is compared.
@@ -43,6 +49,8 @@ def prove(
     from rich.text import Text
 
     from lanewise.errors import ProofError
+    from lanewise.recipes import launched
+    from lanewise.recipes.recipe import read
     from lanewise.run import launch
     from lanewise.run import prove as proof
 
@@ -57,7 +65,11 @@ def prove(
         threads=threads,
         timeout=timeout,
     )
-    job = launch.Job(script, tuple(arguments or ()), overrides=settings)
+    is_recipe = script.endswith(".toml")
+    if is_recipe:
+        read(Path(script))
+    runs, given = launched.script(script) if is_recipe else (script, tuple(arguments or ()))
+    job = launch.Job(runs, given, overrides=settings)
     launch.check(job, "lanewise prove")
     cells = proof.plan(worlds, strategies, steps)
     from lanewise.cli.proof_view import ProofView, verdict
