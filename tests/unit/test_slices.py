@@ -23,7 +23,7 @@ KINDS = {
     "Rprop": {"lr": 0.01},
 }
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-SIZES = (1, 3, 63, 65, 4097)
+SIZES = (1, 3, 63, 65, 1001)
 
 
 def sliced(kind, options, starts, world):
@@ -104,11 +104,10 @@ def assert_equal(found, wanted):
 def test_slices_have_the_bits_of_whole_parameters(kind, implementation, dtype):
     """With a divisor: a fused optimizer that divides in its own kernel has the bits of dividing first."""
     options = chosen(kind, implementation)
-    starts, *gradients = rows(SIZES, dtype, 4)
-    for divisor in (7.3, 1.0):
-        whole = plain_steps(kind, options, starts, gradients, divisor)
-        for world in (1, 3, 5):
-            assert_equal(steps(kind, options, starts, gradients, world, divisor), whole)
+    starts, *gradients = rows(SIZES, dtype)
+    whole = plain_steps(kind, options, starts, gradients, 7.3)
+    for world in (1, 3, 5):
+        assert_equal(steps(kind, options, starts, gradients, world, 7.3), whole)
 
 
 @pytest.mark.parametrize(("kind", "implementation"), [("AdamW", "fused"), ("SGD", "fused"), ("Adam", "loop")])
@@ -117,10 +116,10 @@ def test_a_large_odd_size_and_two_threads(kind, implementation, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        starts, *gradients = rows((1_000_003, 65), torch.float32)
+        starts, *gradients = rows((1_000_003, 65), torch.float32, 2)
         options = chosen(kind, implementation)
         whole = plain_steps(kind, options, starts, gradients, 3.0)
-        for world in (3, 5):
+        for world in (3,):
             assert_equal(steps(kind, options, starts, gradients, world, 3.0), whole)
     finally:
         torch.set_num_threads(before)
