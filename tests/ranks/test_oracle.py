@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as lr
 
 from lanewise.data.loader import make_loader
 from lanewise.engine.reference import Reference
-from tests.helpers.cases import STRATEGIES, TRANSPORTS, Cell, grid, same_on_ranks
+from tests.helpers.cases import STRATEGIES, TRANSPORTS, Cell, grid, one_value, same_on_ranks
 from tests.helpers.odd import FLATS, Odd, compare, data
 
 LANES = 8
@@ -191,13 +191,13 @@ def equals_oracle(cell: Trial) -> str:
     return digest
 
 
-def rotated(cases: Sequence[Case]) -> list[Trial]:
-    """Each case with 3 and with 5 ranks, going round through strategies and transports."""
+def rotated(cases: Sequence[Case], worlds: Sequence[int] = (3, 5)) -> list[Trial]:
+    """Each case once in each of the worlds, going round through strategies and transports."""
     trials = []
     for n, case in enumerate(cases):
-        first, second = TRANSPORTS[n // 4 % 2], TRANSPORTS[(n // 4 + 1) % 2]
-        trials.append(Trial(3, STRATEGIES[n % 4], first, case=case))
-        trials.append(Trial(5, STRATEGIES[(n + 2) % 4], second, case=case))
+        for world in worlds:
+            strategy = STRATEGIES[(n + world // 2) % 4]
+            trials.append(Trial(world, strategy, TRANSPORTS[(n // 4 + world // 4) % 2], case=case))
     return trials
 
 
@@ -238,4 +238,34 @@ def test_accumulation_weights_and_clipping():
 def test_schedulers():
     cases = [Case("sgd momentum", s, prepares_first=n % 2 == 0) for n, s in enumerate(SCHEDULERS)]
     cases += [replace(case, prepares_first=not case.prepares_first) for case in cases[3:5]]
-    digests_of(rotated(cases))
+    digests_of(rotated(cases, worlds=[3]))
+
+
+class Sizes(nn.Module):
+    """Parameters of odd sizes, one of them over many slots and pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.linspace(-1, 1, n) for n in (1, 3, 63, 1_000_003, 65))
+
+    def forward(self, x):
+        return sum((torch.sin(part * x).sum() for part in self.parts), torch.zeros(()))
+
+
+def odd_sizes(cell: Cell) -> list[str]:
+    digests = []
+    run = cell.start(lanes=8)
+    model = Sizes()
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    for step in run.steps(run.loader(torch.randn(16, generator=torch.manual_seed(1)), batch_size=8), total=2):
+        for x in step:
+            step.backward(model(x))
+        step.update(clip=1.0)
+        digests.append(run.digest())
+    run.close()
+    return digests
+
+
+def test_a_fused_optimizer_on_odd_sizes():
+    cells = [Cell(1, "zero3", "gloo"), Cell(3, "ddp", "shared"), Cell(3, "zero2", "gloo")]
+    one_value([*cells, Cell(5, "zero1", "gloo"), Cell(5, "zero3", "shared")], odd_sizes)
