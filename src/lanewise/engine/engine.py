@@ -47,7 +47,7 @@ class Engine:
         trainable = tuple(flat for unit in in_order for flat in unit.trainable)
         self.home = strategy.home(world, units)
         scale = precision.loss_scale(self.flats)
-        self._check = FiniteCheck(nonfinite, scale.is_active)
+        self._check = FiniteCheck(nonfinite, scale)
         self.sum = strategy.gradient_sum(world, trainable, reduction, self._check)
         self.collector = Collector(in_order, self.sum)
         self.committer = Committer(

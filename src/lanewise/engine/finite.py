@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lanewise.config import NonFinite
+from lanewise.engine.precision import LossScale
 from lanewise.engine.sum import Addend, Leaf, LeafParts
 from lanewise.engine.unit import Flat
 from lanewise.lanes.hosting import Span
@@ -26,10 +27,12 @@ def is_finite(gradient: torch.Tensor) -> bool:
 class FiniteCheck:
     """What this rank has seen of gradients that are not finite, in the step under way."""
 
-    def __init__(self, nonfinite: NonFinite, decides_scale: bool) -> None:
-        """`decides_scale` says that the scale of an fp16 loss depends on it, whatever the policy."""
-        self._is_wanted = nonfinite != "ignore" or decides_scale
-        self._names_lanes = nonfinite == "raise" and not decides_scale
+    def __init__(self, nonfinite: NonFinite, scale: LossScale) -> None:
+        """Whatever the policy, the scale of an fp16 loss depends on it; only an error has to name a lane."""
+        self._nonfinite = nonfinite
+        self._scale = scale
+        self._is_wanted = nonfinite != "ignore" or scale.is_active
+        self._names_lanes = False
         self.flats: set[int] = set()
         """Flats with a sum that is not finite."""
         self.leaves: set[tuple[int, int, int]] = set()
@@ -37,6 +40,7 @@ class FiniteCheck:
 
     def begin_step(self) -> None:
         """Nothing has been seen."""
+        self._names_lanes = self._nonfinite == "raise" and not self._scale.can_shrink
         self.flats.clear()
         self.leaves.clear()
 
