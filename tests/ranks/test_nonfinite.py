@@ -1,13 +1,15 @@
 """Gradients that are not finite, or hardly: one decision on every rank, and a step that leaves no trace."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from lanewise.errors import NonFiniteError
-from tests.helpers.cases import Cell, one_value
+from tests.helpers.cases import Cell, one_value, same_on_ranks
 from tests.helpers.odd import Odd, data
 
 ALL = [
@@ -50,8 +52,16 @@ class Plan:
         return next((p for s, v, p in self.poison if s == step and v in (lane, -1)), 0.0)
 
 
-def follow(cell: Cell, plan: Plan) -> list[tuple]:
+@dataclass(frozen=True)
+class Trial(Cell):
+    """A plan in one cell."""
+
+    plan: Plan = Plan("raise")
+
+
+def follow(cell: Trial) -> list[Any]:
     """What came of every step: the error or whether it was skipped, the norm, and the digest."""
+    plan = cell.plan
     run = cell.start(lanes=8, nonfinite=plan.policy, precision=plan.precision)
     torch.manual_seed(11)
     model = Poisoned()
@@ -82,10 +92,31 @@ def follow(cell: Cell, plan: Plan) -> list[tuple]:
 
 TROUBLE = ((1, 5, NAN), (2, -1, 3e38))
 """NaN in one lane on one rank; then finite gradients everywhere whose sum is not."""
+EXTREMES = ((0, -1, 1e30), (1, 3, 3e38), (2, 2, INF))
+PLANS = {
+    "raise": Plan("raise", TROUBLE),
+    "skip": Plan("skip", TROUBLE),
+    "ignore": Plan("ignore", TROUBLE),
+    "clip": Plan("ignore", EXTREMES, clip=0.5, steps=3),
+    "fp16": Plan("raise", tuple((step, 6, NAN) for step in (0, 1, 2)), precision="fp16", scale=2.0),
+}
 
 
-def test_raise_names_the_lane_and_the_parameter_and_the_run_goes_on():
-    found = one_value(ALL, follow, Plan("raise", TROUBLE))
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Any]]:
+    """What every rank of every cell found, for each plan."""
+    trials = [Trial(c.world, c.strategy, c.exchange, plan=plan) for plan in PLANS.values() for c in ALL]
+    values = same_on_ranks(trials, follow)
+    found = {}
+    for n, name in enumerate(PLANS):
+        first, *others = values[n * len(ALL) : (n + 1) * len(ALL)]
+        assert all(other == first for other in others), f"cells differ under {name}: {first} {others}"
+        found[name] = first
+    return found
+
+
+def test_raise_names_the_lane_and_the_parameter_and_the_run_goes_on(results):
+    found = results["raise"]
     first, nan, inf, last = found[0::2][:4]
     assert first is last is False
     assert nan.startswith(
@@ -99,25 +130,24 @@ def test_raise_names_the_lane_and_the_parameter_and_the_run_goes_on():
     assert digests[0] == digests[1] == digests[2] != digests[3]
 
 
-def test_skip_leaves_everything_as_it_was():
-    found = one_value(ALL, follow, Plan("skip", TROUBLE))
+def test_skip_leaves_everything_as_it_was(results):
+    found = results["skip"]
     assert found[0:8:2] == [False, True, True, False]
     digests = [entry[2] for entry in found[1::2]]
     assert digests[0] == digests[1] == digests[2] != digests[3]
     assert found[-1] == "[1.0, 1.0]"
 
 
-def test_ignore_updates_all_the_same():
-    found = one_value(ALL, follow, Plan("ignore", TROUBLE))
+def test_ignore_updates_all_the_same(results):
+    found = results["ignore"]
     assert found[0:8:2] == [False] * 4
     assert len({entry[2] for entry in found[1::2]}) == 4
     assert found[-1] == "[nan, nan]"
 
 
-def test_clipping_by_norm_at_the_edges_of_fp32():
+def test_clipping_by_norm_at_the_edges_of_fp32(results):
     """Norms of 1e30, and beyond what fp32 holds, are norms; one without end wipes out what is finite."""
-    poison = ((0, -1, 1e30), (1, 3, 3e38), (2, 2, INF))
-    found = one_value(ALL, follow, Plan("ignore", poison, clip=0.5, steps=3))
+    found = results["clip"]
     norms = [float(entry[1]) for entry in found[1::2]]
     assert abs(norms[0] / (2**0.5 * 1e30) - 1) < 1e-6
     assert abs(norms[1] / (2**0.5 * 3e38 / 8) - 1) < 1e-6
@@ -153,9 +183,8 @@ def test_a_clipped_gradient_is_scaled_however_large_the_norm():
     assert same == values
 
 
-def test_an_fp16_scale_that_cannot_shrink_is_not_to_blame():
-    poison = tuple((step, 6, NAN) for step in (0, 1, 2))
-    found = one_value(ALL, follow, Plan("raise", poison, precision="fp16", scale=2.0))
+def test_an_fp16_scale_that_cannot_shrink_is_not_to_blame(results):
+    found = results["fp16"]
     first, second, third, last = found[0::2][:4]
     assert (first, last) == (True, False)
     assert "is not finite in lane 6. Nothing was updated" in second
