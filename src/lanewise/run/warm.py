@@ -145,7 +145,7 @@ def _become(order: Any, parent: int) -> None:
     os.setpgid(0, 0)
     worker.end_with(parent)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     env.set_all(order["environment"])
