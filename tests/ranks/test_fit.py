@@ -111,7 +111,10 @@ class Noisy(Dataset):
 
 def train_with_workers(cell):
     """Worlds of 1 load by themselves, the others with two workers a rank."""
-    multiprocessing.current_process()._config["daemon"] = False  # what has workers must not be one
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # as a launched rank is: workers are its children
+    )
+    multiprocessing.set_start_method("fork", force=True)
     run, model, _ = begin(cell)
     num_workers = 0 if cell.world == 1 else 2
     loader = run.loader(Noisy(30), 12, shuffle=True, num_workers=num_workers, partition=lambda i: i % 5)
