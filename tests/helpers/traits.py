@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lanewise.errors import DivergedError, ShardedParameterError
+from lanewise.errors import DivergedError, ModelError, ShardedParameterError
 
 WIDTH = 8
 
@@ -29,6 +29,8 @@ class Trait:
     units: Any = None
     refused: type[Exception] | None = None
     """What zero3 raises where ranks exchange messages."""
+    always: bool = False
+    """Whether it is raised everywhere."""
 
 
 TRAITS: dict[str, Trait] = {}
@@ -366,6 +368,40 @@ class ReturnsItsParameter(Stack):
             same, x = block(x)
             x = torch.tanh(x) + same
         return self.head(x) * scale * self.blocks[1]() * self.blocks[2]()
+
+
+@trait()
+class ReturnsAView(Stack):
+    """A slice of its parameter, which is used when another unit runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(
+            Module(lambda m, n: m.values[n:], values=nn.Parameter(torch.randn(5, WIDTH))) for _ in range(2)
+        )
+
+    def through(self, x):
+        first, second = self.tables[0](1), self.tables[1](1)
+        return super().through(x + first) * second
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    return 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+@trait(loss=lambda model, x: model(x).square().mean() + penalty(model), refused=ShardedParameterError)
+class Penalised(Stack):
+    """A penalty on all parameters, some of which are elsewhere."""
+
+
+@trait(loss=lambda model, x: penalty(model) + model(x).square().mean(), refused=ModelError, always=True)
+class PenalisedBefore(Stack):
+    """The same before the forward, where no unit's gradient is complete when backward has left it."""
+
+
+@trait(loss=lambda model, x: penalty(model) + model(x).square().mean(), units=[])
+class PenalisedBeforeInOneUnit(Stack):
+    """The same where the whole model is one unit, which is here as long as a lane."""
 
 
 @trait()

@@ -57,6 +57,8 @@ class Passes:
         self._in_backward = False
         self._task = -1
         self._lingering: Unit | None = None
+        self._lent: set[int] = set()
+        """Units whose values somebody may use for good, because a view of them was given away."""
         self._num_holds = 0
         self._is_training = False
 
@@ -110,8 +112,9 @@ class Passes:
         self._num_holds += 1
 
     def let_go(self) -> None:
-        """Undo one `hold`."""
+        """Undo one `hold`. Whatever was taken of the values meanwhile stays good."""
         self._num_holds -= 1
+        self._lent.update(unit.number for unit in self._units)
         self.reset()
 
     def forget_order(self) -> None:
@@ -166,9 +169,13 @@ class Passes:
         call = self._open.pop()
         call.ended = _next_node()
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and _was_made_in(tensor, call):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if _was_made_in(tensor, call):
                 tensor.register_hook(_Entering(self, call))
                 call.enters = True
+            if self._home.frees and any(_shares_memory(tensor, flat.storage) for flat in unit.flats):
+                self._lent.add(unit.number)
         if unit.number != 0:
             self._linger(unit)
         elif not self._is_training:
@@ -178,7 +185,7 @@ class Passes:
     def entered(self, call: _Call) -> None:
         """A backward has come to the end of a call."""
         if not self._is_outer_backward():
-            if not self._in_backward:
+            if not self._in_backward and call.unit.number:
                 self._linger(call.unit)
             self._home.need(call.unit)
             return
@@ -229,14 +236,26 @@ class Passes:
             self._home.prefetch(self._units[self._order[position]])
 
     def _release(self, unit: Unit) -> None:
-        if self._home.frees and not self._num_holds:
-            self._home.spare(unit)
+        if not self._home.frees or self._num_holds:
+            return
+        if unit.number in self._lent:
+            self._lent.remove(unit.number)
+            for flat in unit.flats:
+                flat.storage = torch.empty_like(flat.storage)
+            self._saved.refresh()
+        self._home.spare(unit)
 
 
 def _was_made_in(tensor: torch.Tensor, call: _Call) -> bool:
     """Whether a node of this call made the tensor. One that was passed through says nothing about the call."""
     node = tensor.grad_fn
     return node is not None and call.began <= node._sequence_nr() < call.ended
+
+
+def _shares_memory(tensor: torch.Tensor, storage: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    return bool(tensor.untyped_storage()._cdata == storage.untyped_storage()._cdata)
 
 
 class _Entering:

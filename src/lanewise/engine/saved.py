@@ -27,13 +27,17 @@ class SavedValues:
     def enter(self) -> None:
         """From now on, know what is saved."""
         self.leave()
-        self._unit_of = {
-            flat.storage.untyped_storage()._cdata: unit for unit in self._units for flat in unit.flats
-        }
+        self.refresh()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
             torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
         )
         self._hooks.__enter__()
+
+    def refresh(self) -> None:
+        """Values lie in other memory now."""
+        self._unit_of = {
+            flat.storage.untyped_storage()._cdata: unit for unit in self._units for flat in unit.flats
+        }
 
     def leave(self) -> None:
         """What is saved from now on is nobody's business."""
