@@ -5,7 +5,8 @@ ever holds more than its own slots and one unit. The values depend on the run's 
 never on the number of ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -112,22 +113,21 @@ class FirstValues:
             )
 
     def _reset(self, parameter: nn.Parameter, members: Sequence[nn.Parameter]) -> None:
-        """Fill a parameter by its module's own rule; others of that module that are not due stay meta."""
+        """Fill a parameter by its module's own rule, and others of that module that are due with it.
+
+        The rule works on stand-ins: parameters of other units may be filled already, and be elsewhere.
+        """
         prefix, module = self._owners[id(parameter)][0]
         due = {id(member) for member in members}
-        made = [p for p in module._parameters.values() if p is not None and p.is_meta]
-        kept = [
-            (p, p.detach().clone()) for p in module._parameters.values() if p is not None and not p.is_meta
-        ]
-        for other in made:
-            _make_real(other, self._device)
-        seed_all(derive(self._seed, "init", prefix))
-        module.reset_parameters()  # type: ignore[operator]
-        for other, values in kept:
-            other.copy_(values)
-        for other in made:
-            if id(other) not in due or self._owners[id(other)][0][1] is not module:
-                _make_meta(other)
+        with _stand_ins(module, self._device) as made:
+            seed_all(derive(self._seed, "init", prefix))
+            module.reset_parameters()  # type: ignore[operator]
+        for key, other in module._parameters.items():
+            if other is None or not other.is_meta or id(other) not in due:
+                continue
+            if self._owners[id(other)][0][1] is module:
+                _make_real(other, self._device)
+                other.copy_(made[key])
 
     def _stored_name(self, parameter: nn.Parameter) -> str | None:
         return next((name for name in self._aliases[id(parameter)] if name in self._in_file), None)
@@ -139,10 +139,23 @@ def _make_real(parameter: nn.Parameter, device: torch.device) -> None:
     torch.utils.swap_tensors(parameter, real)
 
 
-def _make_meta(parameter: nn.Parameter) -> None:
-    """Take a parameter's memory away again."""
-    meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, meta)
+@contextmanager
+def _stand_ins(module: nn.Module, device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
+    """Give a module other parameters for a while: real ones for its own, meta ones for those below it."""
+    kept = [(m, key, p) for m in module.modules() for key, p in m._parameters.items() if p is not None]
+    made = {}
+    for owner, key, parameter in kept:
+        where = device if owner is module else torch.device("meta")
+        values = torch.zeros(parameter.shape, dtype=parameter.dtype, device=where)
+        stand_in = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        owner._parameters[key] = stand_in
+        if owner is module:
+            made[key] = stand_in
+    try:
+        yield made
+    finally:
+        for owner, key, parameter in kept:
+            owner._parameters[key] = parameter
 
 
 def _join(prefix: str, key: str) -> str:
