@@ -113,3 +113,57 @@ def test_traits():
         else:
             assert set(by_rank) == {digests.setdefault(cell.trait, by_rank[0])}, (cell, by_rank)
     assert digests.keys() == {name for name, trait in TRAITS.items() if not trait.always}
+
+
+def count_traffic(run):
+    """Count the bytes that this rank sends in exchanges of gradients and in gathers, by unit."""
+    sent = {}
+    transport = run._transport
+    plain_open, plain_gather = transport.open, transport.gather
+
+    def note(where, tensors):
+        key = where.rsplit(" ", 1)[-1]
+        sent[key] = sent.get(key, 0) + sum(tensor.nbytes for tensor in tensors)
+
+    def counted_open(board, outgoing, incoming, where, *rest):
+        note(where, [tensor for item in outgoing for tensor in item.tensors])
+        return plain_open(board, outgoing, incoming, where, *rest)
+
+    def counted_gather(whole, spans, where, *rest):
+        low, high = spans[run.rank]
+        note(where, [whole[low:high]] * (run.world_size - 1))
+        return plain_gather(whole, spans, where, *rest)
+
+    transport.open, transport.gather = counted_open, counted_gather
+    return sent
+
+
+def train_low_rank(cell):
+    """What frozen parameters cost: their memory, and in zero3 their gathers."""
+    run = cell.start(lanes=LANES)
+    trait = TRAITS["LowRank"]
+    model = made(trait)
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    sent = count_traffic(run)
+    steps(run, trait, model, run.loader(data(), batch_size=4 * LANES))
+    trainable = sum(f.layout.length * 4 for f in run.engine.flats if f.trainable)
+    memory = run.memory()
+    states = len(run.engine.committer.optimizer.optimizer.state)
+    run.close()
+    return sent, memory, trainable, states
+
+
+def test_frozen_parameters_cost_no_state_and_no_gradient_traffic():
+    cells = [TraitCell(1, "ddp"), TraitCell(2, "zero1", "gloo"), TraitCell(2, "zero2", "gloo")]
+    for cell, by_rank in zip(cells, on_ranks(cells, train_low_rank), strict=True):
+        for sent, memory, trainable, states in by_rank:
+            assert sent.keys() <= {"blocks.0", "blocks.1", "blocks.2"}
+            assert memory["optimizer"] <= 2 * trainable + 100
+            assert memory["parameters"] > 3 * trainable // 2
+            assert states <= 6 * (1 if cell.world == 1 else 2)
+        if cell.world > 1:
+            lanes_sent = {"zero1": 2, "zero2": LANES}[cell.strategy]
+            total = sum(sum(sent.values()) for sent, *_ in by_rank)
+            gathers = by_rank[0][2]
+            assert total <= STEPS * (lanes_sent * trainable + gathers), (cell, total, trainable)
+            assert total > STEPS * gathers
