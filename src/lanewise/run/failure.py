@@ -67,6 +67,8 @@ class Outcome:
         if self.is_good:
             return 0
         code = self.exit_codes.get(self.culprit, 1)
+        if self.first is not None and code == -signal.SIGTERM:
+            return 1  # the launcher was quicker to end it than its exception was
         return 128 - code if code < 0 else code
 
     def describe(self) -> str:
