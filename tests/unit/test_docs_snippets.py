@@ -1,4 +1,4 @@
-"""The snippets of the pages on training and data run as they stand, one after the other."""
+"""The snippets of the pages run as they stand, one after the other, and links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 
 import lanewise as lw
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 def snippets(page):
@@ -56,6 +57,67 @@ def test_data(names):
         )
     assert run.position == 3 * 4
     run.close()
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(20, 40)
+        self.down = torch.nn.Linear(40, 20)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Linear(20, 20)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(20, 3)
+
+
+def started(**settings):
+    """A run, ready to train."""
+    run = lw.start(sinks=[], **settings)
+    model = torch.nn.Linear(20, 3)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return run
+
+
+def test_strategies():
+    names = {"torch": torch, "Block": Block, "Transformer": Transformer, "run": started()}
+    for code in snippets("strategies.md"):
+        if "run.prepare" in code:
+            names["run"].close()
+            names["run"] = lw.start(strategy="zero3", sinks=[])
+        exec(code, names)
+    assert names["weights"]["head.bias"].any()
+    assert not names["model"].head.bias.any()
+    assert [unit.name for unit in names["run"].engine.units] == ["root", *(f"layers.{n}" for n in range(3))]
+    names["run"].close()
+
+
+@pytest.mark.parametrize("page", ["lanes.md", "promise.md"])
+def test_on_a_run(page, capsys):
+    run = started()
+    for code in snippets(page):
+        exec(code, {"run": run})
+    run.close()
+
+
+def test_readme(capsys):
+    names = {}
+    (code,) = snippets("../README.md")
+    exec(code, names)
+    assert capsys.readouterr().out == f"rank 0 of 1: {names['run'].digest()}\n"
+    names["run"].close()
+
+
+def test_links():
+    for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def loss(model):
