@@ -7,7 +7,9 @@ through a group is a tensor.
 import contextlib
 import errno
 import ipaddress
+import re
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ from lanewise.engine.patience import OutOfPatienceError, within
 from lanewise.env import Launch
 from lanewise.errors import ExchangeError, PeerLostError, SettingsError
 
+_PAUSE_S = 0.05
+"""Between two tries to reach a server that is not up yet."""
+_NEVER_SENT = 1 << 30
+"""The tag of a message that no rank sends."""
 Group = dist.ProcessGroup
 Work = dist.Work
 
@@ -30,6 +36,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
     """The store of a launch: rank 0 serves it unless the launcher does."""
     where = f"{launch.address}:{launch.port}"
     serves = launch.rank == 0 and not launch.launcher_serves_store
+    server = "the launcher" if launch.launcher_serves_store else "rank 0"
     listener = _listen(launch) if serves else None
 
     def connect() -> TCPStore:
@@ -44,15 +51,31 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
         )
 
     try:
+        if not serves:
+            _await_server(launch, timeout)
         tcp = within(timeout + timedelta(seconds=1), connect)
-    except (dist.DistNetworkError, dist.DistStoreError, OutOfPatienceError) as error:
+    except (OSError, dist.DistNetworkError, dist.DistStoreError, OutOfPatienceError) as error:
         reason = first_line(error) if str(error) else "it accepts connections but does not answer"
         raise PeerLostError(
-            (0,),
-            f"rank {launch.rank} could not reach rank 0 at {where} within {timeout.total_seconds():g} s: {reason}. "
-            "Check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT name it as seen from this host.",
+            () if launch.launcher_serves_store else (0,),
+            f"rank {launch.rank} could not reach {server} at {where} within {timeout.total_seconds():g} s: {reason}. "
+            f"Check that {server} runs, and that MASTER_ADDR and MASTER_PORT name it as seen from this host.",
         ) from error
     return PrefixStore(f"lanewise/{launch.attempt}/{_num_starts(where, launch.attempt)}", tcp)
+
+
+def _await_server(launch: Launch, timeout: timedelta) -> None:
+    """Return when somebody listens there. torch's own client writes pages about each try."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((launch.address, launch.port), timeout=max(left, _PAUSE_S)).close()
+            return
+        except OSError:
+            if left <= 0:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def serve_store(port: int | None) -> tuple[Store, int]:
@@ -168,20 +191,32 @@ class Channel:
         except RuntimeError as error:
             raise self._lost(peer, where, error) from error
 
+    def hang_up(self) -> None:
+        """Close all connections, so that ranks that wait for this one notice at once. Gloo closes them when a wait
+        takes too long; nothing else does before the process ends.
+        """
+        for peer in range(self.group.size()):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    never = self.group.recv([torch.empty(1)], peer, _NEVER_SENT)
+                    never.wait(timedelta(milliseconds=1))
+
     def _lost(self, peer: int, where: str, error: RuntimeError) -> PeerLostError:
         self.has_failed = True
         reason = first_line(error)
         is_late = "timed out" in reason.lower()
         culprit, word = self.behind(peer, is_late)
+        self.hang_up()
         what = (
             f"did not come within {self.timeout.total_seconds():g} s" if is_late else "has ended or hung up"
         )
         if culprit != peer:
             what = f"is the one that rank {peer} waited for"
+        said = word or ("" if is_late else reason)
         return PeerLostError(
             (culprit,),
-            f"rank {self.rank} waited in {where}: rank {culprit} {what} ({word or reason}). Look at that rank's own "
-            "output; a longer wait is set with timeout=.",
+            f"rank {self.rank} waited in {where}: rank {culprit} {what}{f' ({said})' if said else ''}. Look at that "
+            "rank's own output; a longer wait is set with timeout=.",
         )
 
 
@@ -223,9 +258,10 @@ def free_port() -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a C++ error that a person reads."""
+    """The part of a C++ error that a person reads: without its place in the source, or general advice."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    line = text.splitlines()[0] if text else type(error).__name__
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(" This is typically caused by")[0].rstrip(".")
 
 
 @contextlib.contextmanager

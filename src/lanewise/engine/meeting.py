@@ -3,6 +3,7 @@
 It also keeps what a rank had to say when it gave up, so that the others name the rank that caused it.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Meeting:
         self._timeout = timeout
         self._server = server
         self._has_given_up = False
+        self._is_alone = False
         self.ended: Callable[[], tuple[int, ...]] = tuple
         """The ranks known to have ended; only those of the same host can be seen."""
         if self._ask(lambda: store.add(f"here/{rank}", 1)) > 1:
@@ -97,16 +99,16 @@ class Meeting:
             return
         self._has_given_up = True
         record = json.dumps([culprit, word])
-        try:
-            within(_GRACE, lambda: self._store.set(f"gave up/{self._rank}", record))
-        except (OutOfPatienceError, RuntimeError):
-            return
+        with contextlib.suppress(OutOfPatienceError):
+            self._try(_GRACE, lambda: self._store.set(f"gave up/{self._rank}", record))
 
     def blame(self, peer: int, is_late: bool) -> tuple[int, str]:
         """The rank that is behind the silence of `peer`, and its last word. What is found is told to the others.
 
-        A peer that gives up closes its connections a moment before it can say why, so a moment is waited.
+        A peer that gives up closes its connections a moment before it can say why, so a moment is waited; and one
+        that dies, a moment before its end is known.
         """
+        time.sleep(_LONGEST_S)
         self.give_up(peer, "")
         return self._behind(peer, timedelta(seconds=1.0 if is_late else 0.3))
 
@@ -116,14 +118,14 @@ class Meeting:
         try:
             while peer not in met:
                 met.add(peer)
-                record = within(_GRACE + patience, partial(self._record, peer, patience))
+                record = self._try(_GRACE + patience, partial(self._record, peer, patience))
                 if record is None:
                     return peer, word
                 culprit, word = record
                 if culprit is None or culprit in met:
                     return peer, word
                 peer = culprit
-        except (OutOfPatienceError, RuntimeError):
+        except OutOfPatienceError:
             return (peer, word) if self._server in (None, self._rank) else (self._server, word)
         return peer, word
 
@@ -133,10 +135,9 @@ class Meeting:
         A rank that does not come in time is not waited for: there is nothing left to lose.
         """
         limit = _IN_PEACE if in_peace else _GRACE
-        try:
-            within(limit, lambda: self._part(in_peace, time.monotonic() + limit.total_seconds()))
-        except (OutOfPatienceError, RuntimeError):
-            return
+        deadline = time.monotonic() + limit.total_seconds()
+        with contextlib.suppress(OutOfPatienceError):
+            self._try(limit, lambda: self._part(in_peace, deadline))
 
     @property
     def _limit(self) -> str:
@@ -178,6 +179,18 @@ class Meeting:
             f"rank {self._rank} {where}: {named} {what}{f' ({word})' if word else ''}. Look at that rank's own output; "
             "it may have failed or not started.",
         )
+
+    def _try(self, limit: timedelta, question: Callable[[], _T]) -> _T:
+        """Ask a store that may be gone. If it does not answer, it is not asked again: torch's client of a store
+        writes a page about each failure.
+        """
+        if self._is_alone or self._server in self.ended():
+            raise OutOfPatienceError
+        try:
+            return within(limit, question)
+        except (OutOfPatienceError, RuntimeError):
+            self._is_alone = True
+            raise OutOfPatienceError from None
 
     def _ask(self, question: Callable[[], _T]) -> _T:
         """Ask the store, which answers at once if it can."""

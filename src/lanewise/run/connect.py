@@ -78,7 +78,7 @@ def _transport(
             side = data if kind == "gloo" else exchange.side_group("gloo", timeout)
         control = exchange.Channel(side, rank, timeout, meeting.blame)
     wire: Wire = PeerWire(control, rank) if device.type == "cpu" else CollectiveWire(data, rank, size)
-    return MessageTransport(meeting, control, wire, rank, size, device)
+    return MessageTransport(meeting, watch, control, wire, rank, size, device)
 
 
 def promise(settings: Settings, differences: list[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from lanewise.engine import exchange
 from lanewise.engine.transport import words
+from lanewise.errors import PeerLostError
 
 _TAG = 1
 _AHEAD = 8
@@ -101,8 +102,11 @@ class Headers:
 
     def _refuse(self, peer: int, mine: bytes, theirs: bytes) -> None:
         assert self._channel is not None
+        error = words.difference(self._rank, _words(mine), _now(mine), peer, _words(theirs), _now(theirs))
         self._channel.has_failed = True
-        raise words.difference(self._rank, _words(mine), _now(mine), peer, _words(theirs), _now(theirs))
+        if isinstance(error, PeerLostError):
+            self._channel.behind(peer, False)
+        raise error
 
 
 def _words(header: bytes) -> str:

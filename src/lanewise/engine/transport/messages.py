@@ -16,6 +16,7 @@ from lanewise.engine.meeting import Meeting
 from lanewise.engine.transport import words
 from lanewise.engine.transport.headers import Headers
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing
+from lanewise.engine.transport.waiting import Watch
 from lanewise.engine.transport.wire import Flight, Wire
 from lanewise.errors import ExchangeError
 from lanewise.lanes.hosting import Span
@@ -37,17 +38,19 @@ class MessageTransport:
     def __init__(
         self,
         meeting: Meeting | None,
+        watch: Watch | None,
         control: exchange.Channel | None,
         wire: Wire,
         rank: int,
         size: int,
         device: torch.device,
     ) -> None:
-        """`control` carries headers and a few numbers, `wire` the data."""
+        """`control` carries headers and a few numbers, `wire` the data. `watch` is closed with this."""
         self.rank = rank
         self.size = size
         self.device = device
         self._meeting = meeting
+        self._watch = watch
         self._control = control
         self._wire = wire
         self._others = [peer for peer in range(size) if peer != rank]
@@ -154,8 +157,11 @@ class MessageTransport:
                     self._headers.announce(words.THE_END)
             else:
                 self._meeting.give_up(None, self._headers.word + (f"; {failure}" if failure else ""))
+                self._control.hang_up()
             self._meeting.part(in_peace)
         exchange.leave_group()
+        if self._watch is not None:
+            self._watch.close()
 
 
 class MessageTransfer:
