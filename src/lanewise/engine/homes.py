@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from lanewise.engine import guard
+from lanewise.engine import guard, room
 from lanewise.engine.transport.messages import MessageTransport
 from lanewise.engine.transport.protocol import Arrival
 from lanewise.engine.unit import Flat, Unit, all_flats
@@ -45,6 +45,10 @@ class Home(Protocol):
 
     def spare(self, unit: Unit) -> None:
         """The unit's values may go."""
+        ...
+
+    def give_away(self, unit: Unit) -> None:
+        """The unit's values may go, but views of them were given to somebody, and stay good."""
         ...
 
     def follow(self, leader: int) -> None:
@@ -88,6 +92,9 @@ class PrivateHome:
         """Nothing is ever away."""
 
     def spare(self, unit: Unit) -> None:
+        """Nothing ever goes."""
+
+    def give_away(self, unit: Unit) -> None:
         """Nothing ever goes."""
 
     def follow(self, leader: int) -> None:
@@ -164,6 +171,9 @@ class ShardedHome:
     def __init__(self, world: World, units: Sequence[Unit]) -> None:
         self._world = world
         self._units = units
+        self._room = room.choose(world.device)
+        self._places: dict[int, torch.Tensor] = {}
+        """The memory of each flat's values while they are here."""
         self._shards: dict[int, torch.Tensor] = {}
         self._place = {unit.number: Place.HERE for unit in units}
         self._arrivals: dict[int, list[Arrival]] = {}
@@ -172,7 +182,8 @@ class ShardedHome:
     def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
         """Keep this rank's slots; let the rest go."""
         for flat in unit.flats:
-            flat.storage = values[flat.number]
+            self._find_place(flat)
+            flat.storage.copy_(values[flat.number])
             low, high = self._world.my_span(flat)
             self._shards[flat.number] = flat.storage[low:high].clone()
             flat.bind()
@@ -190,7 +201,7 @@ class ShardedHome:
             return
         arrivals = []
         for flat in unit.flats:
-            flat.storage.untyped_storage().resize_(flat.num_bytes)
+            self._room.fill(self._places[flat.number])
             low, high = self._world.my_span(flat)
             flat.storage[low:high].copy_(self._shards[flat.number])
             where = _GATHER + unit.name
@@ -219,8 +230,15 @@ class ShardedHome:
         for flat in unit.flats:
             for parameter in flat.parameters:
                 guard.send_away(parameter)
-            flat.storage.untyped_storage().resize_(0)
+            self._room.empty(self._places[flat.number])
         self._place[unit.number] = Place.AWAY
+
+    def give_away(self, unit: Unit) -> None:
+        """Let the unit go, and its memory stay with whoever holds a view of it."""
+        self.need(unit)
+        for flat in unit.flats:
+            self._find_place(flat)
+        self.spare(unit)
 
     def follow(self, leader: int) -> None:
         """Do what the leader's headers announce: join each gather, and let the unit go again."""
@@ -238,6 +256,10 @@ class ShardedHome:
         """The slots of this rank, and the most that was gathered at a time."""
         shards = sum(shard.nbytes for shard in self._shards.values())
         return {"parameters": shards, "gathered": self._peak_bytes}
+
+    def _find_place(self, flat: Flat) -> None:
+        self._places[flat.number] = self._room.make(flat.num_bytes)
+        flat.storage = self._places[flat.number].view(flat.dtype)
 
     def _gathered_bytes(self) -> int:
         return sum(

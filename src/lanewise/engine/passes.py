@@ -240,10 +240,10 @@ class Passes:
             return
         if unit.number in self._lent:
             self._lent.remove(unit.number)
-            for flat in unit.flats:
-                flat.storage = torch.empty_like(flat.storage)
+            self._home.give_away(unit)
             self._saved.refresh()
-        self._home.spare(unit)
+        else:
+            self._home.spare(unit)
 
 
 def _was_made_in(tensor: torch.Tensor, call: _Call) -> bool:
