@@ -10,17 +10,21 @@ import time
 import traceback
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _serve(engine: str, case, rank: int, port: int, pipe) -> None:
+def place(rank: int, world: int, port: int) -> None:
+    """Tell this process its place, as a launcher does."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )  # fmt: skip
+
+
+def _serve(engine: str, case, rank: int, port: int, pipe) -> None:
+    place(rank, case.world, port)
     import warnings
 
     import torch
@@ -56,7 +60,7 @@ class Contestant:
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "benchmarks.engines", "lanewise.run.session"]
         )
-        port = _free_port()
+        port = free_port()
         self.engine = engine
         self.pipes = []
         self.processes = []
