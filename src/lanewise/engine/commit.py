@@ -121,7 +121,7 @@ class Committer:
         return Outcome(report.mean_loss, report.total_weight, norm, skipped, refusal, scale)
 
     def _step(self, present: Sequence[bool], divisor: float, clip_value: float | None) -> None:
-        if self._updates_everything or clip_value is not None:
+        if clip_value is not None or (self._updates_everything and not self._divides_later(divisor)):
             for flat in self._flats:
                 total = self._sum.total(flat, self._world.rank)
                 divide(total, divisor)
@@ -137,6 +137,10 @@ class Committer:
         for (number, owner), master in self.masters.items():
             flat = next(f for f in self._flats if f.number == number)
             self.stored(flat, owner).copy_(master)
+
+    def _divides_later(self, divisor: float) -> bool:
+        """Whether the optimizer may divide the sums itself: it writes them back, so not where others read them."""
+        return not self._world.transport.is_shared and self.optimizer.divides_by(divisor)
 
     def _gradient(self, piece: Slice, present: Sequence[bool]) -> torch.Tensor | None:
         if not present[self._index[piece.flat.number, piece.part.field]]:

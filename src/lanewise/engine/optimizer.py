@@ -96,7 +96,7 @@ class SlicedOptimizer:
         A fused optimizer divides within its own pass over memory, to the same bits.
         """
         optimizer: Any = self.optimizer
-        passed_on = divisor != 1.0 and self._takes_divisor(divisor)
+        passed_on = divisor != 1.0 and self.divides_by(divisor)
         if not passed_on:
             for gradient in gradients:
                 if gradient is not None:
@@ -117,6 +117,12 @@ class SlicedOptimizer:
             for piece in self.slices:
                 piece.tensor.grad = None
 
+    def divides_by(self, divisor: float) -> bool:
+        """Whether the optimizer's own kernel divides by just this number: it takes an fp32."""
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        takes_one = is_fused and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        return takes_one and self._is_fp32 and _fits(divisor, torch.float32)
+
     def state_of(self, piece: Slice) -> dict[str, torch.Tensor]:
         """The optimizer's state of a slice, by name; single numbers as tensors without dimensions."""
         found = {}
@@ -131,12 +137,6 @@ class SlicedOptimizer:
     def num_bytes(self) -> int:
         """Memory of the state."""
         return sum(t.nbytes for piece in self.slices for t in self.state_of(piece).values())
-
-    def _takes_divisor(self, divisor: float) -> bool:
-        """Whether the optimizer's own kernel divides by just this number: it takes an fp32."""
-        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        takes_one = is_fused and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-        return takes_one and self._is_fp32 and _fits(divisor, torch.float32)
 
     def _check_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         if not self._is_stepping:

@@ -138,6 +138,6 @@ class PrivateRows:
         key = (flat.number, register)
         if key not in self._registers:
             dtype = self.board.mine.dtype
-            self._registers[key] = torch.zeros(length, dtype=dtype, device=self._world.device)
+            self._registers[key] = torch.empty(length, dtype=dtype, device=self._world.device)
             self._most_bytes = max(self._most_bytes, sum(t.nbytes for t in self._registers.values()))
         return self._registers[key]
