@@ -24,7 +24,7 @@ def train(
     threads: options.Threads = None,
     timeout: options.Timeout = None,
 ) -> None:
-    """Train what a recipe says on ranks of this host. Settings given here replace those of its [run]."""
+    """Train what a recipe says on ranks of this host. Settings given here replace those of its run section."""
     from pathlib import Path
 
     from lanewise.recipes import launched

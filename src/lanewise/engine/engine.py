@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lanewise.config import NonFinite, Reduction
-from lanewise.engine import precision
+from lanewise.engine import hashing, precision
 from lanewise.engine.buffers import Buffers
 from lanewise.engine.collect import Collector
 from lanewise.engine.commit import Committer, Outcome
@@ -20,10 +20,11 @@ from lanewise.engine.eager import EagerSum
 from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.original import Original
 from lanewise.engine.passes import Passes
-from lanewise.engine.report import LaneReport, RankReport, exchange_reports
+from lanewise.engine.report import LaneReport, RankReport, StepReport, exchange_reports
 from lanewise.engine.strategies import Strategy
 from lanewise.engine.unit import Unit, all_flats
 from lanewise.engine.world import World
+from lanewise.errors import DivergedError
 from lanewise.lanes.schedule import Schedule
 
 
@@ -135,12 +136,17 @@ class Engine:
         self.sum.finish()
         self.committer.examine(self._report, wants_norm=clip is not None)
         self._report.changed_buffers = self.buffers.changed()
+        self._report.options = {
+            "clip or clip_value": hashing.short([repr(clip), repr(clip_value)]),
+            **self.committer.optimizer.options(),
+        }
         num_parameters = len(self.collector.parameters)
         assert self._schedule is not None
         where = "the report of a step"
         report = exchange_reports(
             self._report, transport, self._schedule, self.world.slots, num_parameters, where
         )
+        self._refuse_differences(report)
         outcome = self.committer.commit(report, clip, clip_value)
         if not outcome.skipped:
             real_lanes = [not lane.is_padding for lane in report.lanes]
@@ -149,6 +155,13 @@ class Engine:
         self.home.publish()
         self.original.remember()
         return outcome
+
+    def _refuse_differences(self, report: StepReport) -> None:
+        for what, ranks in report.other_options.items():
+            raise DivergedError(
+                f"step {self._step}: rank(s) {list(ranks)} have other values of {what} than rank 0 (lr and the like), "
+                "so the ranks would update by different rules. Nothing was updated. Do not let them depend on the rank."
+            )
 
     @property
     def lanes_done(self) -> tuple[int, ...]:

@@ -33,3 +33,8 @@ def of_words(words: Iterable[str]) -> str:
         hasher.update(len(raw).to_bytes(8, "little"))
         hasher.update(raw)
     return str(hasher.hexdigest())
+
+
+def short(words: Iterable[str]) -> int:
+    """A hash of words that an fp64 holds exactly, for a report of numbers."""
+    return int(of_words(words)[:13], 16)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from lanewise.engine import hashing
 from lanewise.engine.unit import Flat
 from lanewise.errors import OptimizerError, StepError
 from lanewise.lanes.layout import Part
@@ -90,6 +91,14 @@ class SlicedOptimizer:
                     "slices, and only they are updated; change the other entries of a group, such as lr, as you like."
                 )
 
+    def options(self) -> dict[str, int]:
+        """A hash of the options of each group, for ranks to compare. What is no plain value is left out."""
+        found = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            words = [f"{key}={_plain(value)}" for key, value in sorted(group.items()) if key != "params"]
+            found[f"optimizer group {number}"] = hashing.short(words)
+        return found
+
     def step(self, gradients: Sequence[torch.Tensor | None], divisor: float) -> None:
         """One step on sums of gradients, each divided by `divisor` first; None leaves a slice alone.
 
@@ -145,6 +154,13 @@ class SlicedOptimizer:
                 "optimizer, after gradients have been summed over lanes and ranks. Remove the call; zero_grad is not "
                 "needed either."
             )
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.numel() == 1 and not value.is_meta else ""
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return repr(value) if all(isinstance(item, (bool, int, float, str, type(None))) for item in items) else ""
 
 
 def divide(gradient: torch.Tensor, divisor: float) -> None:

@@ -5,7 +5,7 @@ come to the same decision from the same numbers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,8 @@ class RankReport:
     bad_leaf: tuple[int, int] | None = None
     """The first lane, and in it the first parameter, whose gradient is not finite."""
     changed_buffers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    options: Mapping[str, int] = field(default_factory=dict)
+    """What the user chose for this step, by what it is called: hashes of up to 52 bits."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class StepReport:
     bad_totals: tuple[int, ...]
     bad_leaf: tuple[int, int] | None
     changed_buffers: tuple[bool, ...]
+    other_options: Mapping[str, tuple[int, ...]]
+    """What ranks chose otherwise than rank 0, and which ranks."""
 
     @property
     def total_weight(self) -> float:
@@ -94,9 +98,10 @@ def exchange_reports(
         torch.tensor([mine.bad_total, *(mine.bad_leaf or (-1, -1))], dtype=torch.float64),
         present,
         mine.changed_buffers.double(),
+        torch.tensor([*mine.options.values()], dtype=torch.float64),
     ]
     rows = transport.share(torch.cat(parts), where)
-    tables, all_squares, bad, presents, buffers = rows.split([part.numel() for part in parts], dim=1)
+    tables, all_squares, bad, presents, buffers, options = rows.split([part.numel() for part in parts], dim=1)
     lane_rows = [tables[rank].view(lanes, 3)[lane].tolist() for lane, rank in enumerate(schedule.host)]
     owner = {slot: rank for rank, (start, stop) in enumerate(slots) for slot in range(start, stop)}
     return StepReport(
@@ -106,4 +111,14 @@ def exchange_reports(
         bad_totals=tuple(int(value) for value in bad[:, 0].tolist()),
         bad_leaf=min(((int(lane), int(index)) for _, lane, index in bad.tolist() if lane >= 0), default=None),
         changed_buffers=tuple((buffers.amax(dim=0) > 0).tolist()) if mine.changed_buffers.numel() else (),
+        other_options=_differences(tuple(mine.options), options.tolist()),
     )
+
+
+def _differences(names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for number, name in enumerate(names):
+        ranks = tuple(rank for rank, row in enumerate(rows) if row[number] != rows[0][number])
+        if ranks:
+            found[name] = ranks
+    return found

@@ -1,13 +1,13 @@
 """What ranks must have in common while they train, compared before it can lead them apart."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from lanewise.data.loader import Loader
 from lanewise.engine import hashing
 from lanewise.engine.transport.protocol import Transport
-from lanewise.errors import DataError, DivergedError
+from lanewise.errors import DataError, DivergedError, SettingsError
 
 
 def on_data(loader: Loader, transport: Transport) -> None:
@@ -25,6 +25,17 @@ def on_data(loader: Loader, transport: Transport) -> None:
             raise DataError(
                 f"the loaders of rank {rank} and rank 0 differ in shuffle, drop_last or partition. All ranks must deal "
                 "out samples alike: do not let these, or the keys of the partition, depend on the rank."
+            )
+
+
+def on_hosting(shares: Sequence[int], transport: Transport) -> None:
+    """All ranks have the same map of lanes to ranks. Collective."""
+    rows = transport.share(torch.tensor(shares, dtype=torch.int64), "the comparison of hosting").tolist()
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise SettingsError(
+                f"rank {rank} has the lanes shared out as {row}, but rank 0 as {rows[0]}. Call run.rehost with the same "
+                "weights on every rank."
             )
 
 

@@ -99,11 +99,13 @@ class Run:
         self._recorder = record.make(env.record())
         if self._recorder is not None:
             self._recorder.started(self)
-        if self.world_size > settings.lanes:
+        spare = range(settings.lanes, self.world_size)
+        if spare:
+            who = f"rank {spare[0]} hosts" if len(spare) == 1 else f"ranks {spare[0]} to {spare[-1]} host"
             report(
                 Notice(
-                    f"{self.world_size} ranks share {settings.lanes} lanes: ranks {settings.lanes} to "
-                    f"{self.world_size - 1} host none and only wait. Use more lanes or fewer ranks."
+                    f"{self.world_size} ranks share {settings.lanes} lanes: {who} none and take part in exchanges only. Use more lanes "
+                    "or fewer ranks."
                 )
             )
         randomness.seed_all(settings.seed)
@@ -195,6 +197,7 @@ class Run:
             self._recorder.before_steps(self)
         while self.position < total:
             shares = self.shares
+            agree.on_hosting(shares, self._transport)
             with closing(loader.stream(self._portions(loader, self.position, total), self.device)) as batches:
                 while self.position < total and self.shares == shares:
                     self._step = step = Step(self, self.position, batches, self.settings.micro_batches)

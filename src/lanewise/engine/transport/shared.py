@@ -53,7 +53,6 @@ class SharedTransport:
         self._watch = watch
         self._spin = size <= (os.cpu_count() or 1)
         self._num_allocations = 0
-        self._memories: list[_Memory] = []
         pages = self._allocate(_PAGE_BYTES)
         self._pages = [page.mapping for page in pages]
         self._mail = [page.tensor[_MAIL_START:] for page in pages]
@@ -129,7 +128,7 @@ class SharedTransport:
         self._pages[self.rank][_WORDS_START : _WORDS_START + len(words) + 1] = words + b"\0"
 
     def close(self, failure: str | None) -> None:
-        """Unmap everything that no tensor uses any more."""
+        """Let go of the pages. Whatever else was mapped goes with the last tensor that shows it."""
         if failure is None:
             self._calls.note(words.THE_END)
         else:
@@ -141,7 +140,6 @@ class SharedTransport:
         self._watch.close()
         self._pages.clear()
         self._mail.clear()
-        self._memories.clear()
 
     def wait_opened(self, number: int, peers: Sequence[int], where: str) -> None:
         """Wait until these ranks have opened so many transfers, and be sure that they opened the same."""
@@ -231,7 +229,6 @@ class SharedTransport:
         self._tell("mapped", None)
         if handle is not None:
             os.close(handle)
-        self._memories.extend(memories)
         return memories
 
     def _map(self, pid: int, handle: int, num_bytes: int) -> _Memory:
