@@ -72,7 +72,8 @@ def layout_words(units: Sequence[Unit]) -> list[str]:
     """The layout in words, for ranks to compare."""
     words = []
     for flat in all_flats(units):
-        words.append(f"{flat.unit_name} {flat.dtype} {flat.trainable} {flat.layout.lanes} {flat.layout.slot}")
+        kind = f"{flat.dtype} {flat.trainable} {flat.sparse_columns}"
+        words.append(f"{flat.unit_name} {kind} {flat.layout.lanes} {flat.layout.slot}")
         for place, parameter, group in zip(flat.layout.fields, flat.parameters, flat.groups, strict=True):
             words.append(f"{place.name} {place.start} {tuple(parameter.shape)} {group}")
     return words

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lanewise.engine import sparse
 from lanewise.engine.report import LaneReport
 from lanewise.engine.strategies import GradientSum
 from lanewise.engine.sum import Leaf
@@ -88,7 +89,7 @@ class Collector:
                 gradient = None
             if gradient is not None:
                 if gradient.layout != torch.strided:
-                    gradient = gradient.to_dense()
+                    gradient = sparse.tidy(gradient, flat)
                 self.present.add(self._first[flat.number] + place)
             gradients.append(gradient)
         if self.observer is not None:

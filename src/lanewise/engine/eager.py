@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lanewise.engine import row_exchange
 from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.sum import Addend, Leaf, carry_out
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing, Transfer
@@ -223,15 +224,23 @@ class _Parcels:
         under: int | None,
     ) -> Transfer:
         """Send what others own of a piece, and receive what this rank owns."""
-        alone = self._world.transport.sends_alone
-        mine = piece[self._world.rank]
-        outgoing = []
-        if leaf is not None:
-            outgoing = [Outgoing(p, leaf.parcels(piece[p], alone, self._dtype)) for p in self._world.others]
-        segments = flat.layout.segments(mine, alone)
-        incoming = [Incoming(peer, mine, segments) for peer in senders]
-        where = f"the exchange of gradients of {flat.unit_name}"
-        transfer = self._world.transport.open(self._board, outgoing, incoming, where, under)
+        me, alone = self._world.rank, self._world.transport.sends_alone
+        mine = piece[me]
+        leaves = [] if leaf is None else [leaf]
+        transfer: Transfer
+        if flat.sparse_columns:
+            expected = [len(leaves) if rank == me else rank in senders for rank in range(self._world.size)]
+            transfer = row_exchange.scatter(self._world, flat, piece, leaves, expected, self._board, under)
+        else:
+            outgoing = [
+                Outgoing(p, leaf.parcels(piece[p], alone, self._dtype))
+                for p in self._world.others
+                for leaf in leaves
+            ]
+            segments = flat.layout.segments(mine, alone)
+            incoming = [Incoming(peer, mine, segments) for peer in senders]
+            where = f"the exchange of gradients of {flat.unit_name}"
+            transfer = self._world.transport.open(self._board, outgoing, incoming, where, under)
         self._on_their_way.append(transfer)
         while len(self._on_their_way) > _RING:
             self._on_their_way.popleft().drain()

@@ -81,8 +81,7 @@ class FiniteCheck:
     def _look_at_leaf(self, lane: int, flat: Flat, parts: Sequence[Part], leaf: Addend) -> None:
         for part in parts:
             if isinstance(leaf, LeafParts):
-                gradient = leaf.gradients[part.field]
-                values = None if gradient is None else gradient.reshape(-1)[part.start : part.stop]
+                values = leaf.values(part)
             else:
                 values = leaf[part.offset : part.offset + part.stop - part.start]
             if values is not None and not is_finite(values):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lanewise.engine import row_exchange, sparse
 from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.rows import BoardRows, PrivateRows, Rows
 from lanewise.engine.sum import Addend, Leaf, carry_out
@@ -97,12 +98,13 @@ class LateSum:
         for flat, leaf in zip(unit.trainable, leaves, strict=True):
             if lane != self._unmerged:
                 rows = self._rows[flat.sum_dtype]
-                registers = [rows.whole(flat, r) for r in range(self._local.num_registers)]
-                whole = (0, flat.layout.length)
-                arrivals = {leaf_node(lane): leaf.parts(whole)}
+                wholes = [rows.whole(flat, r) for r in range(self._local.num_registers)]
                 instructions = self._local.rounds[self._number]
-                carry_out(instructions, registers, arrivals)
-                self._check.look(flat, whole, instructions, registers, arrivals, is_last=False)
+                for low, high in sparse.blocks(flat):
+                    registers = [whole[low:high] for whole in wholes]
+                    arrivals = {leaf_node(lane): leaf.parts((low, high))}
+                    carry_out(instructions, registers, arrivals)
+                    self._check.look(flat, (low, high), instructions, registers, arrivals, is_last=False)
             if is_last:
                 assert self._to_come.popleft() is flat
                 self._waiting.append((flat, leaf if lane == self._unmerged else None))
@@ -128,6 +130,9 @@ class LateSum:
         number = self._world.transport.announce("the gather of gradients")
         for flat in self._flats:
             whole = self._rows[flat.sum_dtype].whole(flat, 0)
+            if flat.sparse_columns:
+                row_exchange.gather(self._world, flat, self._pieces[flat.number], whole)
+                continue
             where = f"the gather of gradients of unit {flat.unit_name}"
             under_way.append(self._world.transport.gather(whole, self._world.spans(flat), where, number))
         for arrival in under_way:
@@ -162,6 +167,10 @@ class LateSum:
         """Offer this rank's subtrees of a piece, and ask for the others'."""
         transport, me = self._world.transport, self._world.rank
         rows = self._rows[flat.sum_dtype]
+        if self._announced is None:
+            self._announced = transport.announce("the exchange of gradients")
+        if flat.sparse_columns and not transport.is_shared:
+            return self._open_rows(flat, piece, leaf)
         outgoing = []
         for peer in self._world.others:
             low, high = piece[peer]
@@ -184,10 +193,18 @@ class LateSum:
                     flat.layout.segments(piece[me], transport.sends_alone) if is_leaf else ((0, high - low),)
                 )
                 incoming.append(rows.incoming(peer, register, flat, piece[me], segments))
-        if self._announced is None:
-            self._announced = transport.announce("the exchange of gradients")
         where = f"the exchange of gradients of {flat.unit_name}"
         return transport.open(rows.board, outgoing, incoming, where, self._announced)
+
+    def _open_rows(self, flat: Flat, piece: tuple[Span, ...], leaf: Leaf | None) -> Transfer:
+        me = self._world.rank
+        rows = self._rows[flat.sum_dtype]
+        sources = [
+            leaf if leaf is not None and node == self._leaf_of[me] else rows.whole(flat, register)
+            for node, register in self._sent[me]
+        ]
+        expected = [len(sent) for sent in self._sent]
+        return row_exchange.scatter(self._world, flat, piece, sources, expected, rows.board, self._announced)
 
     def _collect(self) -> None:
         item = self._opened.popleft()

@@ -82,8 +82,8 @@ class Reference:
         """A lane's leaf of every parameter."""
         leaves = {}
         for name, parameter in self.model.named_parameters():
-            leaves[name] = None if is_padding else parameter.grad
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            leaves[name] = None if is_padding or gradient is None else gradient.to_dense()
         return leaves
 
     def _sum(self, leaves: Sequence[Mapping[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lanewise.engine import sparse
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.layout import FlatLayout, Part
 from lanewise.lanes.program import Action, Instruction
@@ -46,13 +47,21 @@ class LeafParts:
         """Write the stretch plus `other`, in one pass over memory."""
         for part in self.parts:
             stretch = slice(part.offset, part.offset + part.stop - part.start)
-            gradient = self.gradients[part.field]
-            if gradient is None:
+            value = self.values(part)
+            if value is None:
                 torch.add(other[stretch], 0.0, out=target[stretch])
             else:
-                value = gradient.reshape(-1)[part.start : part.stop]
                 torch.add(value, other[stretch], out=target[stretch])
         self._clear_gaps(target)
+
+    def values(self, part: Part) -> torch.Tensor | None:
+        """What a part holds, where it lies; made dense where it is sparse."""
+        gradient = self.gradients[part.field]
+        if gradient is None:
+            return None
+        if gradient.layout != torch.strided:
+            return sparse.stretch(gradient, part.start, part.stop)
+        return gradient.reshape(-1)[part.start : part.stop]
 
     def _clear_gaps(self, target: torch.Tensor) -> None:
         for low, high in self.gaps:
@@ -65,18 +74,21 @@ class LeafParts:
         places, values, empty = [], [], []
         for part in self.parts:
             place = target[part.offset : part.offset + part.stop - part.start]
-            gradient = self.gradients[part.field]
-            if gradient is None:
+            value = self.values(part)
+            if value is None:
                 empty.append(place)
             else:
                 places.append(place)
-                values.append(gradient.reshape(-1)[part.start : part.stop])
+                values.append(value)
         return places, values, empty
 
 
 @dataclass
 class Leaf:
-    """The gradients of one flat in one lane, as autograd left them: one a parameter, None for no gradient."""
+    """The gradients of one flat in one lane, as autograd left them: one a parameter, None for no gradient.
+
+    A sparse one is tidy; see `engine.sparse`.
+    """
 
     layout: FlatLayout
     gradients: Sequence[torch.Tensor | None]
@@ -91,10 +103,10 @@ class Leaf:
         found = []
         for low, high in self.layout.segments(span, alone):
             inside = self.parts((span[0] + low, span[0] + high))
-            part = inside.parts[0] if len(inside.parts) == 1 else None
-            gradient = self.gradients[part.field] if part is not None else None
-            if part is not None and gradient is not None and gradient.dtype == dtype and high - low >= alone:
-                found.append(gradient.reshape(-1)[part.start : part.stop])
+            is_alone = len(inside.parts) == 1 and high - low >= alone
+            value = inside.values(inside.parts[0]) if is_alone else None
+            if value is not None and value.dtype == dtype:
+                found.append(value)
             else:
                 packed = torch.empty(high - low, dtype=dtype, device=self.device)
                 inside.copy_to(packed)

@@ -110,8 +110,9 @@ class Recorder:
 
 
 def _describe(gradient: torch.Tensor) -> str:
-    norm = math.sqrt(float(sum_of_squares(gradient.detach().reshape(-1))))
-    return f"{hashing.of([gradient]).hex()} norm {norm:.12g}"
+    values = gradient.detach().to_dense()
+    norm = math.sqrt(float(sum_of_squares(values.reshape(-1))))
+    return f"{hashing.of([values]).hex()} norm {norm:.12g}"
 
 
 def _words(value: Any) -> Iterator[str]:
