@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn import functional as F
 
 import lanewise as lw
+from lanewise.engine import exchange
 from tests.helpers.models import Gpt, token_data
 from tests.helpers.spawn import run_ranks
 
@@ -83,9 +84,11 @@ def one_value(cells: Sequence[Cell], job: Callable[..., Any], *arguments: Any) -
 def _all_cells(cells: Sequence[Cell], job: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     """What this rank returned for every cell; None for those it has no part in."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, wait_for_workers=False
-    )
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        store, _ = exchange.serve_store(port)
+    else:
+        store = TCPStore(os.environ["MASTER_ADDR"], port, wait_for_workers=False)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     values: list[Any] = []
     for number, cell in enumerate(cells):

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+"""torch asks a resolver for the name of every peer: one that does not answer costs a second, and not five."""
+
 _context: mp.context.ForkServerContext | None = None
 
 
