@@ -70,13 +70,19 @@ def build_units(
 
 def layout_words(units: Sequence[Unit]) -> list[str]:
     """The layout in words, for ranks to compare."""
-    words = []
+    words, slots = [], []
     for flat in all_flats(units):
-        kind = f"{flat.dtype} {flat.trainable} {flat.sparse_columns}"
-        words.append(f"{flat.unit_name} {kind} {flat.layout.lanes} {flat.layout.slot}")
         for place, parameter, group in zip(flat.layout.fields, flat.parameters, flat.groups, strict=True):
-            words.append(f"{place.name} {place.start} {tuple(parameter.shape)} {group}")
-    return words
+            trained = f"in optimizer group {group}" if flat.trainable else "frozen"
+            words.append(
+                f"parameter {place.name!r} of shape {tuple(parameter.shape)} and {flat.dtype} in unit "
+                f"{flat.unit_name!r}, {trained}"
+            )
+        rows = f", sparse in rows of {flat.sparse_columns}" if flat.sparse_columns else ""
+        slots.append(
+            f"{flat.layout.lanes} slots of {flat.layout.slot} elements in unit {flat.unit_name!r}{rows}"
+        )
+    return words + slots
 
 
 def _sparse_rows(module: nn.Module) -> dict[int, int]:

@@ -17,6 +17,8 @@ from lanewise.engine.unit import Flat, Unit, all_flats
 from lanewise.engine.world import World
 from lanewise.errors import HandshakeError, ModelError
 
+_WORD_BYTES = 256
+
 
 def prepare(
     model: nn.Module,
@@ -94,10 +96,26 @@ def _compare_layouts(units: Sequence[Unit], world: World) -> None:
     hashes = _share_hash(bytes.fromhex(hashing.of_words(words)), world, "the comparison of layouts")
     different = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
     if different:
+        theirs, mine = _first_difference(words, world, different[0])
         raise HandshakeError(
-            f"rank {world.rank}: the models of ranks {different} and rank 0 differ in names, shapes, types, units or "
-            "optimizer groups. Every rank must build the same model and optimizer: do not let them depend on the rank."
+            f"the models of rank(s) {', '.join(map(str, different))} and rank 0 differ in names, shapes, types, units "
+            f"or optimizer groups. Where they first differ, rank {different[0]} has {theirs}, and rank 0 {mine}. Every "
+            "rank must build the same model and optimizer: do not let them depend on the rank."
         )
+
+
+def _first_difference(words: Sequence[str], world: World, rank: int) -> tuple[str, str]:
+    """What a rank and rank 0 have in the first place where their layouts differ."""
+    where = "the comparison of layouts"
+    counts = world.transport.share(torch.tensor([len(words)]), where)
+    hashes = [bytes.fromhex(hashing.of_words([word])) for word in words[: int(counts.min())]]
+    rows = world.transport.share(torch.frombuffer(bytearray(b"".join(hashes)), dtype=torch.uint8), where)
+    places = (rows[rank] != rows[0]).nonzero()
+    first = int(places[0]) // len(hashes[0]) if len(places) else len(hashes)
+    word = words[first] if first < len(words) else "nothing more"
+    said = world.transport.share(torch.tensor(list(word.encode()[:_WORD_BYTES].ljust(_WORD_BYTES))), where)
+    found = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in (said[rank], said[0])]
+    return found[0], found[1]
 
 
 def _agree_on_values(flats: Sequence[Flat], world: World, notify: Callable[[str], None]) -> None:
