@@ -65,6 +65,10 @@ def launch(environ: Mapping[str, str] = os.environ) -> Launch:
             f"the environment says RANK={numbers['RANK']} of WORLD_SIZE={numbers['WORLD_SIZE']}: "
             "ranks count from 0 and stay below the world size."
         )
+    if numbers["WORLD_SIZE"] > 1 and not 0 < numbers["MASTER_PORT"] < 1 << 16:
+        raise SettingsError(
+            f"the environment variable MASTER_PORT must be between 1 and 65535, found {numbers['MASTER_PORT']}."
+        )
     return Launch(
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],

@@ -54,7 +54,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
         if not serves:
             _await_server(launch, timeout)
         tcp = within(timeout + timedelta(seconds=1), connect)
-    except (OSError, dist.DistNetworkError, dist.DistStoreError, OutOfPatienceError) as error:
+    except (OSError, UnicodeError, dist.DistNetworkError, dist.DistStoreError, OutOfPatienceError) as error:
         reason = first_line(error) if str(error) else "it accepts connections but does not answer"
         raise PeerLostError(
             () if launch.launcher_serves_store else (0,),
@@ -105,7 +105,7 @@ def _listen(launch: Launch) -> socket.socket:
     """A socket that listens for the other ranks: on loopback alone where that is how they are told to come."""
     try:
         addresses = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise SettingsError(
             f"rank 0: MASTER_ADDR={launch.address!r} is not the name or address of a host: {error}."
         ) from error

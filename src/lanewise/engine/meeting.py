@@ -144,16 +144,16 @@ class Meeting:
         return f"{self._timeout.total_seconds():g} s"
 
     def _part(self, in_peace: bool, deadline: float) -> None:
-        def wait_for(key: str, count: int) -> None:
-            while self._store.add(key, 0) < count and time.monotonic() < deadline:
+        def wait_for_all(key: str) -> None:
+            while self._store.add(key, 0) + len(self.ended()) < self._size and time.monotonic() < deadline:
                 time.sleep(0.001)
 
         self._store.add("done", 1)
         if in_peace:
-            wait_for("done", self._size)
+            wait_for_all("done")
         self._store.add("gone", 1)
         if self._rank == self._server:
-            wait_for("gone", self._size if in_peace else self._size - 1)
+            wait_for_all("gone")
 
     def _told(self, key: str, peers: list[int]) -> list[tuple[int, str]]:
         come = [peer for peer in peers if self._store.check([f"{key}/{peer}"])]

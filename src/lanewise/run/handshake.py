@@ -17,8 +17,8 @@ from lanewise.errors import HandshakeError
 from lanewise.run.facts import facts
 
 _SETTING = "lw.start's "
-_MAY_BE_MIXED = ("threads", "timeout")
-"""Settings that do not stop ranks from working together where they differ."""
+_MAY_BE_MIXED = f"{_SETTING}threads"
+"""A setting that does not stop ranks from working together where it differs."""
 
 
 def hello(settings: Settings, device: torch.device, size: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def check(hellos: list[dict[str, Any]], allow_mixed: bool) -> list[str]:
     """Refuse ranks that differ, unless the user allows it; returns a line for each difference."""
     found = differences(hellos)
     lines = [f"{name}: {said}" for name, said in found.items()]
-    settings = [name for name in found if name.startswith(_SETTING) and not name.endswith(_MAY_BE_MIXED)]
+    settings = [name for name in found if name.startswith(_SETTING) and name != _MAY_BE_MIXED]
     if settings:
         raise HandshakeError(
             f"the ranks were started with different settings, and cannot work together:{_listed(lines)}\nGive every "
