@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -29,6 +30,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def meet(folder: Path, name: str, count: int) -> None:
+    """In a rank: leave this process's number in a folder, and wait for so many others to do the same."""
+    (folder / f"{name} {os.environ['RANK']}").write_text(str(os.getpid()))
+    while len(list(folder.glob(f"{name} *"))) < count:
+        time.sleep(0.002)
 
 
 class RankError(AssertionError):

@@ -17,7 +17,7 @@ import lanewise as lw
 from lanewise.errors import LanewiseError
 from tests.helpers.cases import grid, on_ranks
 from tests.helpers.models import Gpt, token_data, token_loss
-from tests.helpers.spawn import Ranks, free_port
+from tests.helpers.spawn import Ranks, free_port, meet
 
 WORLD = 3
 SOON = 6.0
@@ -36,13 +36,6 @@ class Case:
     timeout: float = 60.0
 
 
-def meet(folder, name, count=WORLD):
-    """Leave this process's number, and wait for the others to do the same."""
-    (folder / f"{name} {os.environ['RANK']}").write_text(str(os.getpid()))
-    while len(list(folder.glob(f"{name} *"))) < count:
-        time.sleep(0.002)
-
-
 def train(case, run, folder):
     """Train, and have it happen to the victim."""
     is_victim = run.rank == case.victim
@@ -57,7 +50,7 @@ def train(case, run, folder):
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    meet(folder, "started")
+    meet(folder, "started", WORLD)
     happen("die before prepare")
     torch.manual_seed(0)
     model = Gpt()
@@ -88,7 +81,7 @@ def go_through(cases, ports, folder):
     found = []
     for number, (case, port) in enumerate(zip(cases, ports, strict=True)):
         here = folder / str(number)
-        meet(here, "pid")
+        meet(here, "pid", WORLD)
         os.environ["MASTER_PORT"] = str(port)
         if case.how == "never come" and rank == case.victim:
             found.append(("absent",))
