@@ -121,7 +121,8 @@ class EagerSum:
     def num_bytes(self) -> dict[str, int]:
         """Memory by what it is for."""
         pending = sum(t.nbytes for registers in self._registers.values() for t in registers)
-        return {"gradients": pending, "exchange": sum(offers.num_bytes for offers in self._offers.values())}
+        offered = sum(offers.num_bytes for offers in self._offers.values())
+        return {"gradients": pending, "exchange": offered + self._world.transport.received_bytes}
 
     def _collect(self) -> None:
         item = self._opened.popleft()
@@ -209,11 +210,11 @@ class _Parcels:
         self._dtype = dtype
         self._board = Board(torch.empty(0, dtype=dtype, device=world.device))
         self._on_their_way: deque[Transfer] = deque()
-        self._received_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        return self._received_bytes
+        """Nothing: gradients are sent from where they lie, and received by the transport."""
+        return 0
 
     def open(
         self,
@@ -244,8 +245,6 @@ class _Parcels:
         self._on_their_way.append(transfer)
         while len(self._on_their_way) > _RING:
             self._on_their_way.popleft().drain()
-        now = (_LAG + 1) * len(senders) * (mine[1] - mine[0]) * self._dtype.itemsize
-        self._received_bytes = max(self._received_bytes, now)
         return transfer
 
     def drain(self) -> None:

@@ -151,7 +151,11 @@ class LateSum:
     def num_bytes(self) -> dict[str, int]:
         """Memory by what it is for."""
         scratch = sum(t.nbytes for tensors in self._scratch.values() for t in tensors)
-        return {"gradients": sum(rows.num_bytes for rows in self._rows.values()), "exchange": scratch}
+        received = self._world.transport.received_bytes
+        return {
+            "gradients": sum(rows.num_bytes for rows in self._rows.values()),
+            "exchange": scratch + received,
+        }
 
     def _open_waiting(self) -> None:
         while self._waiting:

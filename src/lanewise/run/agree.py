@@ -34,8 +34,8 @@ def on_hosting(shares: Sequence[int], transport: Transport) -> None:
     for rank, row in enumerate(rows):
         if row != rows[0]:
             raise SettingsError(
-                f"rank {rank} has the lanes shared out as {row}, but rank 0 as {rows[0]}. Call run.rehost with the same "
-                "weights on every rank."
+                f"rank {rank} has the lanes shared out as {row}, but rank 0 as {rows[0]}. Call run.rehost with the "
+                "same weights on every rank."
             )
 
 

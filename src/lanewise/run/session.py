@@ -104,8 +104,8 @@ class Run:
             who = f"rank {spare[0]} hosts" if len(spare) == 1 else f"ranks {spare[0]} to {spare[-1]} host"
             report(
                 Notice(
-                    f"{self.world_size} ranks share {settings.lanes} lanes: {who} none and take part in exchanges only. Use more lanes "
-                    "or fewer ranks."
+                    f"{self.world_size} ranks share {settings.lanes} lanes: {who} none and only "
+                    "wait. Use more lanes or fewer ranks."
                 )
             )
         randomness.seed_all(settings.seed)

@@ -14,8 +14,10 @@ from lanewise.errors import PeerLostError
 
 _TAG = 1
 _AHEAD = 8
-_KEPT = 1024
-"""Headers whose memory is kept for a peer: more than can be on their way at a time."""
+_KEPT = 32
+"""Headers that may be on their way to a peer; a rank that is further ahead waits for it. Their memory is small,
+but what lives long in the middle of a heap keeps large holes from being used again.
+"""
 _NUMBER_BYTES, _WHERE_BYTES, _NOW_BYTES = 8, 120, 128
 _COMPARED_BYTES = _NUMBER_BYTES + _WHERE_BYTES
 _HEADER_BYTES = _COMPARED_BYTES + _NOW_BYTES

@@ -7,7 +7,7 @@ headers and takes part in what they announce.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from lanewise.engine import exchange
 from lanewise.engine.meeting import Meeting
 from lanewise.engine.transport import words
 from lanewise.engine.transport.headers import Headers
+from lanewise.engine.transport.inbox import Inbox
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing
 from lanewise.engine.transport.waiting import Watch
 from lanewise.engine.transport.wire import Flight, Wire
@@ -55,6 +56,7 @@ class MessageTransport:
         self._wire = wire
         self._others = [peer for peer in range(size) if peer != rank]
         self._headers = Headers(control, rank, self._others)
+        self._inbox = Inbox(device)
 
     def board(self, numel: int, dtype: torch.dtype) -> Board:
         """Private memory: the others get what is sent to them."""
@@ -63,6 +65,11 @@ class MessageTransport:
     def common(self, num_bytes: int) -> torch.Tensor:
         """Never called: there is no common memory."""
         raise AssertionError("ranks that exchange messages have no common memory")
+
+    @property
+    def received_bytes(self) -> int:
+        """The most that was received and not used up yet at a time."""
+        return self._inbox.most_bytes
 
     def announce(self, where: str) -> int:
         """Send a header."""
@@ -81,7 +88,8 @@ class MessageTransport:
         sent = [(item.peer, tensor) for item in outgoing for tensor in item.tensors]
         by_peer = sorted(range(len(incoming)), key=lambda n: incoming[n].peer)
         lengths = [incoming[n].span[1] - incoming[n].span[0] for n in by_peer]
-        whole = board.mine.new_empty(sum(lengths))
+        buffer = self._inbox.take(sum(lengths), board.mine.dtype)
+        whole = buffer[: sum(lengths)]
         received = [whole] * len(incoming)
         arriving = []
         for n, part in zip(by_peer, whole.split(lengths), strict=True):
@@ -90,7 +98,7 @@ class MessageTransport:
                 part[low:high].zero_()
             arriving += [(incoming[n].peer, part[low:high]) for low, high in incoming[n].segments]
         flight = self._wire.exchange(words.mark(where), sent, whole, arriving)
-        return MessageTransfer(self, number, flight, received, where)
+        return MessageTransfer(self, number, flight, received, where, lambda: self._inbox.give_back(buffer))
 
     def gather(
         self, whole: torch.Tensor, spans: Sequence[Span], where: str, under: int | None = None
@@ -174,12 +182,14 @@ class MessageTransfer:
         flight: Flight,
         received: list[torch.Tensor],
         where: str,
+        give_back: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._number = number
         self._flight = flight
         self._received = received
         self._where = where
+        self._give_back = give_back
 
     def take(self) -> list[torch.Tensor]:
         """Wait for what was received."""
@@ -187,9 +197,10 @@ class MessageTransfer:
         return self._received
 
     def close(self) -> None:
-        """Free what was received."""
+        """Have what was received used again."""
         self._received = []
         self._flight.receives = []
+        self._give_back()
 
     def drain(self) -> None:
         """Wait until what was sent has left."""

@@ -86,6 +86,11 @@ class Transport(Protocol):
         """Memory that all ranks map, zeroed. Only where `is_shared`."""
         ...
 
+    @property
+    def received_bytes(self) -> int:
+        """The most that was received and not used up yet at a time; 0 where nothing is sent."""
+        ...
+
     def announce(self, where: str) -> int:
         """Tell all ranks what comes next; returns the number of these words.
 

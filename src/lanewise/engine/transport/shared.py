@@ -41,6 +41,7 @@ class SharedTransport:
 
     is_shared = True
     sends_alone = 0
+    received_bytes = 0
 
     def __init__(
         self, meeting: Meeting | None, watch: Watch, rank: int, size: int, timeout: timedelta
