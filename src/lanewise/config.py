@@ -2,12 +2,13 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lanewise.errors import SettingsError
 
@@ -16,6 +17,16 @@ Reduction = Literal["exact", "native"]
 Precision = Literal["model", "fp32", "bf16", "fp16"]
 NonFinite = Literal["raise", "skip", "ignore"]
 ExchangeKind = Literal["auto", "shared", "gloo", "nccl"]
+
+
+def check_hosting(value: object) -> object:
+    """Refuse what is neither the word nor a list of numbers, in one sentence."""
+    is_word = isinstance(value, str)
+    is_list = not is_word and isinstance(value, Collection) and all(isinstance(item, Real) for item in value)
+    if not is_list and value != "even":
+        raise ValueError(f"must be 'even' or a list with a weight for each rank, found {value!r}")
+    return value
+
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 
@@ -38,7 +49,7 @@ class Settings:
     micro_batches: Positive = 1
     nonfinite: NonFinite = "raise"
     exchange: ExchangeKind = "auto"
-    hosting: Literal["even"] | tuple[float, ...] = "even"
+    hosting: Annotated[Literal["even"] | tuple[float, ...], BeforeValidator(check_hosting)] = "even"
     threads: Positive = 1
     timeout: Annotated[timedelta, Field(gt=timedelta(0))] = timedelta(seconds=30)
     allow_mixed: bool = False
@@ -89,7 +100,9 @@ def _problem(kind: type, item: Any) -> str:
         return f"{path}: unknown key; {hint}"
     message = _WORDS.get(item["type"], item["msg"])
     message = message.removeprefix("Value error, ").replace("Input should", "must")
-    message += "" if item["type"] in ("missing", "value_error") else f", found {item['input']!r}"
+    found = item["input"]
+    said = f"{found.total_seconds():g} s" if isinstance(found, timedelta) else repr(found)
+    message += "" if item["type"] in ("missing", "value_error") else f", found {said}"
     if item["type"] == "literal_error":
         known = re.findall("'([^']*)'", item["ctx"]["expected"])
         close = difflib.get_close_matches(str(item["input"]), known, n=1)

@@ -20,11 +20,11 @@ from lanewise.engine.eager import EagerSum
 from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.original import Original
 from lanewise.engine.passes import Passes
-from lanewise.engine.report import LaneReport, RankReport, StepReport, exchange_reports
+from lanewise.engine.report import PLAIN, WEIGHTED, LaneReport, RankReport, StepReport, exchange_reports
 from lanewise.engine.strategies import Strategy
 from lanewise.engine.unit import Unit, all_flats
 from lanewise.engine.world import World
-from lanewise.errors import DivergedError
+from lanewise.errors import DivergedError, StepError
 from lanewise.lanes.schedule import Schedule
 
 
@@ -103,9 +103,12 @@ class Engine:
         self._done.append(lane)
         self.sum.end_round()
 
-    def backward(self, loss: torch.Tensor, weight: float, factor: float, is_last: bool) -> None:
-        """Add a loss to the lane. `factor` scales it; `is_last` says that the lane's gradient is then whole."""
+    def backward(self, loss: torch.Tensor, weight: float, factor: float, way: int, is_last: bool) -> None:
+        """Add a loss to the lane. `factor` scales it; `way` says how the user gave it, and `is_last` that the lane's
+        gradient is then whole.
+        """
         report = self._report.lanes[self._lane]
+        report.ways |= way
         if factor:
             report.loss += float(loss.detach()) * factor
         report.weight += weight
@@ -157,6 +160,12 @@ class Engine:
         return outcome
 
     def _refuse_differences(self, report: StepReport) -> None:
+        plain, weighted = report.given(PLAIN), report.given(WEIGHTED)
+        if plain and weighted:
+            raise StepError(
+                f"step {self._step}: step.backward got a weight in lane(s) {weighted} and none in lane(s) {plain}, so "
+                "sums would be added to means. Give a weight in every lane, or in none. Nothing was updated."
+            )
         for what, ranks in report.other_options.items():
             raise DivergedError(
                 f"step {self._step}: rank(s) {list(ranks)} have other values of {what} than rank 0 (lr and the like), "

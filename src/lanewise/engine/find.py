@@ -1,7 +1,7 @@
 """Finding the units of a model: what is gathered and exchanged together."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -78,6 +78,9 @@ def _without_small(units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 
 
 def _selected(model: nn.Module, selectors: Sequence[Selector]) -> list[tuple[str, nn.Module]]:
+    if isinstance(selectors, (str, type)) or not isinstance(selectors, Iterable):
+        what = repr(selectors) if isinstance(selectors, str) else f"a {type(selectors).__name__}"
+        raise ModelError(f"units must be a list of names, modules or classes of modules, found {what}.")
     chosen: dict[str, nn.Module] = {}
     names = dict(model.named_modules())
     for selector in selectors:

@@ -15,6 +15,9 @@ from lanewise.engine.transport.protocol import Transport
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.schedule import Schedule
 
+PLAIN, WEIGHTED = 1, 2
+"""A loss that is a mean, and one that is a sum with its weight."""
+
 
 @dataclass
 class LaneReport:
@@ -23,6 +26,8 @@ class LaneReport:
     loss: float = 0.0
     weight: float = 0.0
     is_padding: bool = False
+    ways: int = 0
+    """How its losses were given: `PLAIN`, `WEIGHTED`, or both."""
 
 
 @dataclass
@@ -56,6 +61,10 @@ class StepReport:
     other_options: Mapping[str, tuple[int, ...]]
     """What ranks chose otherwise than rank 0, and which ranks."""
 
+    def given(self, way: int) -> list[int]:
+        """The lanes in which a loss was given in this way."""
+        return [lane for lane, report in enumerate(self.lanes) if report.ways & way]
+
     @property
     def total_weight(self) -> float:
         """The weight of the whole batch, in the canonical order."""
@@ -82,9 +91,10 @@ def exchange_reports(
 ) -> StepReport:
     """Put the reports of all ranks together."""
     lanes = schedule.lanes
-    table = torch.zeros(lanes, 3, dtype=torch.float64)
+    table = torch.zeros(lanes, 4, dtype=torch.float64)
     for lane, report in mine.lanes.items():
-        table[lane] = torch.tensor([report.loss, report.weight, report.is_padding], dtype=torch.float64)
+        row = [report.loss, report.weight, report.is_padding, report.ways]
+        table[lane] = torch.tensor(row, dtype=torch.float64)
     squares = torch.zeros(lanes, dtype=torch.float64)
     low, high = slots[transport.rank]
     if mine.slot_squares:
@@ -102,10 +112,10 @@ def exchange_reports(
     ]
     rows = transport.share(torch.cat(parts), where)
     tables, all_squares, bad, presents, buffers, options = rows.split([part.numel() for part in parts], dim=1)
-    lane_rows = [tables[rank].view(lanes, 3)[lane].tolist() for lane, rank in enumerate(schedule.host)]
+    lane_rows = [tables[rank].view(lanes, 4)[lane].tolist() for lane, rank in enumerate(schedule.host)]
     owner = {slot: rank for rank, (start, stop) in enumerate(slots) for slot in range(start, stop)}
     return StepReport(
-        lanes=tuple(LaneReport(loss, weight, bool(pad)) for loss, weight, pad in lane_rows),
+        lanes=tuple(LaneReport(loss, weight, bool(pad), int(ways)) for loss, weight, pad, ways in lane_rows),
         present=tuple((presents.amax(dim=0) > 0).tolist()) if num_parameters else (),
         slot_squares=tuple(float(all_squares[owner[slot], slot]) for slot in range(lanes)),
         bad_totals=tuple(int(value) for value in bad[:, 0].tolist()),

@@ -1,5 +1,6 @@
 """A step as the user's loop sees it: the lanes this rank hosts, then one update."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import torch
 from lanewise.data.loader import Portion
 from lanewise.engine import randomness
 from lanewise.engine.commit import Outcome
+from lanewise.engine.report import PLAIN, WEIGHTED
 from lanewise.errors import NonFiniteError, StepError
 
 if TYPE_CHECKING:
@@ -57,14 +59,16 @@ class Step:
                 f"step {self.index}: its lanes were iterated already. Each step can be iterated once."
             )
         self._has_iterated = True
-        with randomness.untouched(self._run.device):
-            for number, row in enumerate(self._schedule.table):
-                lane = row[self._run.rank]
-                if lane is None:
-                    self._engine.idle_round(number)
-                else:
-                    yield from self._lane(lane)
-        self._portion = None
+        try:
+            with randomness.untouched(self._run.device):
+                for number, row in enumerate(self._schedule.table):
+                    lane = row[self._run.rank]
+                    if lane is None:
+                        self._engine.idle_round(number)
+                    else:
+                        yield from self._lane(lane)
+        finally:
+            self._portion = None
         self._is_complete = True
 
     def _lane(self, lane: int) -> Iterator[Any]:
@@ -74,7 +78,13 @@ class Step:
 
     def _micro_batches_of(self, lane: int) -> Iterator[Any]:
         for micro in range(self._micro_batches):
-            self._portion, batch = next(self._batches)
+            loaded = next(self._batches, None)
+            if loaded is None:
+                raise StepError(
+                    f"step {self.index}: its batches are gone, because the iterator that run.steps returned was closed "
+                    "or dropped. Use a step inside `for step in run.steps(...):`, or keep that iterator as long."
+                )
+            self._portion, batch = loaded
             assert (self._portion.step, self._portion.lane) == (self.index, lane)
             self._is_awaiting_backward = True
             self._run._before_batch(lane, micro, batch)
@@ -93,7 +103,7 @@ class Step:
         all batches. With it, `loss` is a sum (over tokens, say) and `weight` its count; the step's gradient
         is then that of the sum of losses over the sum of weights.
         """
-        if self._portion is None or not self._has_iterated or self._is_complete:
+        if self._portion is None:
             raise StepError(f"step {self.index}: call step.backward inside `for batch in step:`.")
         lane = self._portion.lane
         if not self._is_awaiting_backward:
@@ -103,18 +113,13 @@ class Step:
         share = self._portion.share
         value = _check_loss(loss, self.index, lane)
         if weight is None:
-            lane_weight, factor = share, share
+            way, lane_weight, factor = PLAIN, share, share
         else:
-            number = float(weight)
-            if not number > 0 or number == float("inf"):
-                raise StepError(
-                    f"step {self.index}, lane {lane}: weight must be a positive, finite number, found {number:g}. "
-                    "It is the count that the loss is a sum over."
-                )
-            lane_weight, factor = (number, 1.0) if share else (0.0, 0.0)
+            number = _check_weight(weight, self.index, lane)
+            way, lane_weight, factor = (WEIGHTED, number, 1.0) if share else (WEIGHTED, 0.0, 0.0)
         self._is_awaiting_backward = False
         is_last = self._portion.micro == self._micro_batches - 1
-        self._engine.backward(value, lane_weight, factor, is_last)
+        self._engine.backward(value, lane_weight, factor, way, is_last)
 
     def update(self, clip: float | None = None, clip_value: float | None = None) -> None:
         """Exchange gradients, clip them by their global norm or by value, and step the optimizer.
@@ -168,6 +173,21 @@ class Step:
         if self._outcome is None:
             raise StepError(f"step {self.index}: step.{what} is known after step.update().")
         return self._outcome
+
+
+def _check_weight(weight: Any, step: int, lane: int) -> float:
+    try:
+        number = float(weight.detach() if isinstance(weight, torch.Tensor) else weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or not 0 < number < math.inf:
+        shape = f" of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else ""
+        found = f"{number:g}" if number is not None else f"a {type(weight).__name__}{shape}"
+        raise StepError(
+            f"step {step}, lane {lane}: weight must be a positive, finite number, found {found}. It is the count that "
+            "the loss is a sum over."
+        )
+    return number
 
 
 def _check_loss(loss: torch.Tensor, step: int, lane: int) -> torch.Tensor:

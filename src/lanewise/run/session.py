@@ -250,6 +250,10 @@ class Run:
     def rehost(self, hosting: str | Sequence[float]) -> None:
         """Choose how many lanes each rank hosts from the next step on. Never changes a bit of the result."""
         ranks = min(self.world_size, self.settings.lanes)
+        try:
+            config.check_hosting(hosting)
+        except ValueError as error:
+            raise SettingsError(f"run.rehost: hosting {error}.") from error
         if isinstance(hosting, str):
             shares = even(self.settings.lanes, ranks)
         elif len(hosting) != self.world_size:
