@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -159,3 +160,26 @@ def test_lanes_may_use_other_units_where_nothing_is_gathered():
     cells = grid([1, 3], STRATEGIES, ["shared"]) + grid([3], ["ddp", "zero1", "zero2"], ["gloo"])
     assert TRANSPORTS == ("shared", "gloo")
     one_value(cells, lanes_use_other_units)
+
+
+def one_changes_its_copy(cell):
+    run = cell.start(lanes=6)
+    prepared(run)
+    run.digest()
+    if run.rank == 1:
+        flat = next(flat for flat in run.engine.flats if flat.unit_name == "blocks.1")
+        flat.storage[3] += 1e-3
+    with pytest.raises(ExchangeError) as caught:
+        run.digest()
+    run.close()
+    return str(caught.value)
+
+
+def test_a_copy_that_was_changed_on_one_rank_is_found():
+    """With ddp every rank has all slots, so a memory that fails shows when they are compared."""
+    for by_rank in on_ranks(grid([3], ["ddp"]), one_changes_its_copy):
+        assert set(by_rank) == {
+            "rank 1 has other values of parameter 'blocks.1.weight' (unit 'blocks.1', slot 0) than the ranks before "
+            "it. Copies must be equal: a rank's memory may be faulty, or something changed the parameter on one rank "
+            "only."
+        }

@@ -4,6 +4,8 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import threading
 import time
@@ -14,8 +16,8 @@ import pytest
 import torch
 
 import lanewise as lw
-from lanewise.errors import LanewiseError
-from tests.helpers.cases import grid, on_ranks
+from lanewise.errors import ExchangeError, LanewiseError
+from tests.helpers.cases import Cell, grid, on_ranks
 from tests.helpers.models import Gpt, token_data, token_loss
 from tests.helpers.spawn import Ranks, free_port, meet
 
@@ -354,3 +356,30 @@ def test_a_closed_run_leaves_no_file_no_memory_and_no_thread():
     for by_rank in on_ranks(grid([3], ["zero3"]), what_is_left):
         for before, after in by_rank:
             assert after == before
+
+
+def prepare_without_memory(cell):
+    """Rank 1 may make no file that is larger than a megabyte, and neither memory that it shares."""
+    run = cell.start(lanes=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if run.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(ExchangeError) as caught:
+            run.prepare(model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    run.close()
+    return str(caught.value)
+
+
+def test_a_host_without_memory_to_share():
+    (by_rank,) = on_ranks([Cell(3, "zero2", "shared")], prepare_without_memory)
+    for message in by_rank:
+        assert re.fullmatch(
+            r"rank 1 could not allocate \d+ bytes of shared memory: \[Errno 27\] File too large\. Use fewer ranks on "
+            r"this host, or exchange='gloo'\.",
+            message,
+        ), message

@@ -61,8 +61,9 @@ class WarmProcess:
     def start(self, order: Start) -> int:
         """Fork a rank; returns its process."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+            self._process.stdin.flush()
         while not self._started:
             self.receive()
         rank = self._started.pop()
