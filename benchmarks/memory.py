@@ -132,32 +132,34 @@ def measure(engine: str, case: Case, steps: int) -> dict[str, float]:
     return {key: sum(answer[key] for answer in found) / len(found) for key in found[0]}
 
 
-def formula(engine: str, case: Case, found: dict[str, float], keeping: float, dropping: float) -> float:
-    """What a rank needs at its peak, in bytes, from sizes alone and from what forward and backward need.
+def formula(
+    engine: str, case: Case, found: dict[str, float], keeping: float, dropping: float
+) -> tuple[float, float]:
+    """What a rank keeps and what a pass needs on top, in bytes, from sizes alone.
 
     `keeping` is what forward and backward need with all gradients kept, `dropping` without. See
     docs/strategies.md for the words behind the sums.
     """
-    from lanewise.lanes.schedule import eager as eager_table
-    from lanewise.lanes.schedule import late, local_program, owner_program_eager
+    from lanewise.lanes.schedule import eager, late, local_program, owner_program_eager
 
     _, strategy, exchange = re.split(r",? ", engine)[:3]
+    is_shared, is_late = exchange == "shared", strategy in ("ddp", "zero1")
     world, shares = case.world, [case.lanes_per_rank] * case.world
     whole, unit, root = found["padded"], found["largest unit"], found["root"]
-    registers = max(local_program(late(shares), 0).num_registers, 1)
-    pending = owner_program_eager(eager_table(shares)).num_registers
     optimizer = 2 * whole / (1 if strategy == "ddp" else world)
-    if strategy in ("ddp", "zero1"):
+    piece = min(max(unit, root), 4 * (1 << 21 if is_shared else 1 << 23)) * (world - 1) / world
+    if is_late:
         working = keeping if case.lanes_per_rank == 1 else dropping + max(unit, root)
-        gradients = registers * whole
+        gradients = max(local_program(late(shares), 0).num_registers, 1) * whole
+        if not is_shared and strategy == "zero1":
+            gradients /= world if case.lanes_per_rank == 1 else 1
     else:
         working = dropping + max(unit, root)
-        gradients = pending * whole / world
-    on_one_host = exchange == "shared" and strategy != "ddp"
-    parameters = whole / world if on_one_host or strategy == "zero3" else whole
-    if strategy == "zero3" and not on_one_host:
-        parameters += root + 2 * unit
-    return parameters + gradients + optimizer + working
+        gradients = owner_program_eager(eager(shares)).num_registers * whole / world
+    received = (0 if is_late else 3 * piece) if is_shared else 2 * piece
+    parameters = whole / world if strategy == "zero3" or (is_shared and strategy != "ddp") else whole
+    gathered = root + 2 * unit if strategy == "zero3" and not is_shared else 0
+    return parameters + gathered + gradients + received + optimizer, working
 
 
 def main() -> None:
@@ -177,13 +179,16 @@ def main() -> None:
     dropping = measure(DROPPING, case, options.steps)["measured"] - stored
     print(f"{case}: MB a rank at the peak; parameters {stored / MB:.0f}")
     print(f"  forward and backward need {dropping / MB:.0f}, or {keeping / MB:.0f} with all gradients kept")
-    print(f"  {'engine':40s} {'measured':>9s} {'formula':>9s} {'ratio':>7s} {'kept, as counted':>17s}")
+    print(
+        f"  {'engine':40s} {'measured':>9s} {'formula':>9s} {'ratio':>7s} {'counted':>9s} {'kept':>9s} {'ratio':>7s}"
+    )
     for engine in engines:
         found = measure(engine, case, options.steps)
         row = f"  {engine:40s} {found['measured'] / MB:9.0f}"
         if "counted" in found:
-            says = formula(engine, case, found, keeping, dropping)
-            row += f" {says / MB:9.0f} {found['measured'] / says:7.3f} {found['counted'] / MB:17.0f}"
+            kept, working = formula(engine, case, found, keeping, dropping)
+            row += f" {(kept + working) / MB:9.0f} {found['measured'] / (kept + working):7.3f}"
+            row += f" {found['counted'] / MB:9.0f} {kept / MB:9.0f} {found['counted'] / kept:7.3f}"
         print(row, flush=True)
 
 

@@ -150,8 +150,7 @@ class _Ring:
 
     def __init__(self, world: World, pieces: Sequence[tuple[Span, ...]], dtype: torch.dtype) -> None:
         self._world = world
-        largest = max((sum(high - low for low, high in piece) for piece in pieces), default=0)
-        self._length = largest if world.size > 1 else 0
+        self._length = max((_offered(piece) for piece in pieces), default=0)
         self._board: Board = world.transport.board(_RING * self._length, dtype)
         self._in_use: list[Transfer | None] = [None] * _RING
         self._next = 0
@@ -200,6 +199,12 @@ class _Ring:
             if peer != sender:
                 start += high - low
         raise AssertionError("an owner is one of the ranks")
+
+
+def _offered(piece: tuple[Span, ...]) -> int:
+    """The most that any rank offers of a piece: all but what it owns."""
+    lengths = [high - low for low, high in piece]
+    return sum(lengths) - min(lengths)
 
 
 class _Parcels:
