@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import lanewise as lw
 from lanewise.engine import exchange
+from tests.helpers import handoff
 from tests.helpers.models import Gpt, token_data
 from tests.helpers.spawn import run_ranks
 
@@ -33,6 +35,11 @@ class Cell:
     hosting: str | tuple[float, ...] = "even"
     rehost: Mapping[int, str | tuple[float, ...]] = field(default_factory=dict)
     """New hosting from the step of this number on."""
+    until: int | None = None
+    """The step before which this run leaves its state in `leaves`; None for the end."""
+    leaves: Path | None = None
+    follows: Path | None = None
+    """Where another run has left the state that this one begins with."""
 
     def start(self, **settings: Any) -> lw.Run:
         """A run of this cell."""
@@ -147,8 +154,10 @@ def train(cell: Cell, recipe: Recipe) -> list[str]:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     batch = recipe.lanes * recipe.micro_batches * 2
     loader = run.loader(token_data(recipe.samples), batch_size=batch, shuffle=True)
-    digests = []
-    for step in run.steps(loader, total=recipe.steps):
+    digests: list[str] = []
+    if cell.follows is not None:
+        handoff.follow(run, cell.follows, scheduler)
+    for step in run.steps(loader, total=recipe.steps if cell.until is None else cell.until):
         for tokens, targets in step:
             step.backward(*lane_loss(model(tokens), targets, recipe.weighted))
         step.update(clip=recipe.clip)
@@ -156,6 +165,8 @@ def train(cell: Cell, recipe: Recipe) -> list[str]:
         digests.append(run.digest())
         if step.index + 1 in cell.rehost:
             run.rehost(cell.rehost[step.index + 1])
+    if cell.leaves is not None:
+        handoff.leave(run, cell.leaves, scheduler)
     run.close()
     return digests
 

@@ -5,7 +5,7 @@ Worlds of two prove nothing about order, since two numbers commute; so there are
 
 from dataclasses import replace
 
-from tests.helpers.cases import STRATEGIES, Cell, Recipe, grid, on_ranks, one_value, train
+from tests.helpers.cases import STRATEGIES, Cell, Recipe, grid, on_ranks, one_value, same_on_ranks, train
 
 FULL = Recipe(dropout=0.1, clip=0.05, weighted=True)
 """Everything at once that could make lanes or ranks differ."""
@@ -31,6 +31,26 @@ def test_hosting_is_uneven_or_changes_in_mid_run():
         cells.append(Cell(5, "zero1", transport, hosting=(4, 0, 1, 0, 3), rehost={2: (0, 0, 8, 0, 0)}))
         cells.append(Cell(5, "zero3", transport, hosting=(4, 0, 1, 0, 3), rehost={2: (0, 0, 8, 0, 0)}))
     one_value(cells, train, replace(FULL, steps=4))
+
+
+def test_ranks_are_resized_and_the_strategy_changes_in_mid_run(tmp_path):
+    """A run is handed on twice: to other ranks, another strategy and another transport."""
+    recipe = replace(FULL, steps=4, precision="bf16")
+    chains = [
+        [(3, "zero3", "gloo"), (5, "zero1", "shared"), (2, "zero2", "gloo")],
+        [(1, "ddp", "shared"), (3, "zero2", "shared"), (5, "ddp", "gloo")],
+        [(5, "zero2", "shared"), (2, "zero3", "shared"), (3, "zero3", "gloo")],
+    ]
+    cells = [Cell(1, "ddp")]
+    for number, (first, second, third) in enumerate(chains):
+        one, two = tmp_path / f"{number}a", tmp_path / f"{number}b"
+        cells.append(Cell(*first, until=1, leaves=one))
+        cells.append(Cell(*second, follows=one, until=3, leaves=two, hosting=tuple(range(second[0], 0, -1))))
+        cells.append(Cell(*third, follows=two))
+    straight, *handed_on = same_on_ranks(cells, train, recipe)
+    for number in range(len(chains)):
+        first, second, third = handed_on[3 * number : 3 * number + 3]
+        assert first + second + third == straight, chains[number]
 
 
 def test_an_odd_number_of_lanes_and_spare_ranks():
