@@ -22,7 +22,7 @@ from benchmarks.harness import free_port, place
 
 MB = 1e6
 _KINDS = re.compile(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
-_PERIOD_S = 0.004
+_PERIOD_S = 0.02
 KEEPING, DROPPING = "floor", "floor, gradients dropped"
 
 
