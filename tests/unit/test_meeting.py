@@ -146,6 +146,35 @@ def test_a_store_that_does_not_answer_is_not_asked_again(kind, monkeypatch):
     assert store.asked == 1
 
 
+def test_who_serves_the_store_leaves_last(monkeypatch):
+    """A rank that said why it failed and then ended counts once."""
+    monkeypatch.setattr(meetings, "_GRACE", timedelta(seconds=30))
+    ranks = three(server=0)
+    ranks[1].give_up(None, "it failed")
+    ranks[1].part(in_peace=False)
+    ranks[0].ended = lambda: (1,)
+    leaving = threading.Thread(target=ranks[0].part, args=(False,))
+    leaving.start()
+    leaving.join(0.3)
+    assert leaving.is_alive(), "rank 2 may still ask"
+    assert ranks[2].blame(1, is_late=False) == (1, "it failed")
+    ranks[2].part(in_peace=False)
+    leaving.join(5)
+    assert not leaving.is_alive()
+
+
+def test_a_run_that_is_over_waits_for_all():
+    ranks = three()
+    first = threading.Thread(target=ranks[0].part, args=(True,))
+    first.start()
+    first.join(0.1)
+    assert first.is_alive()
+    for rank in ranks[1:]:
+        threading.Thread(target=rank.part, args=(True,)).start()
+    first.join(3)
+    assert not first.is_alive()
+
+
 def together(ranks, call):
     """Rank 0 joins with a call of its own, the others with one that succeeds."""
     for rank in ranks[1:]:

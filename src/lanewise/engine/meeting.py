@@ -145,13 +145,16 @@ class Meeting:
 
     def _part(self, in_peace: bool, deadline: float) -> None:
         def wait_for_all(key: str) -> None:
-            while self._store.add(key, 0) + len(self.ended()) < self._size and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
+                ended = self.ended()
+                if self._store.check([f"{key}/{peer}" for peer in range(self._size) if peer not in ended]):
+                    return
                 time.sleep(0.001)
 
-        self._store.add("done", 1)
+        self._store.set(f"done/{self._rank}", "")
         if in_peace:
             wait_for_all("done")
-        self._store.add("gone", 1)
+        self._store.set(f"gone/{self._rank}", "")
         if self._rank == self._server:
             wait_for_all("gone")
 
