@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lanewise as lw
-from lanewise.errors import ExchangeError
+from lanewise.errors import ExchangeError, SettingsError, StepError
 from tests.helpers.cases import STRATEGIES, TRANSPORTS, Cell, grid, on_ranks, one_value
 
 SOON = 5.0
@@ -183,3 +183,39 @@ def test_a_copy_that_was_changed_on_one_rank_is_found():
             "it. Copies must be equal: a rank's memory may be faulty, or something changed the parameter on one rank "
             "only."
         }
+
+
+def one_weighs_its_losses(cell):
+    """The hosting is another on each rank at first; then rank 1 gives weights, and the others none."""
+    run = cell.start(lanes=6)
+    model, loader = prepared(run)
+    run.rehost((3, 2, 1) if run.rank == 1 else (1, 2, 3))
+    with pytest.raises(SettingsError) as hosting:
+        next(run.steps(loader))
+    run.rehost("even")
+    before = run.digest()
+    step = next(steps := run.steps(loader))
+    for x in step:
+        step.backward(model(x, EVERYTHING), 2.0 if run.rank == 1 else None)
+    with pytest.raises(StepError) as weights:
+        step.update()
+    steps.close()
+    assert run.digest() == before
+    run.close()
+    return str(hosting.value), str(weights.value)
+
+
+def test_what_only_all_ranks_together_can_see():
+    found = on_ranks([Cell(3, "zero1", "shared"), Cell(3, "zero3", "gloo")], one_weighs_its_losses)
+    for lanes, by_rank in zip(([2, 3], [1, 4]), found, strict=True):
+        others = sorted(set(range(6)) - set(lanes))
+        assert len(set(by_rank)) == 1
+        hosting, weights = by_rank[0]
+        assert hosting == (
+            "rank 1 has the lanes shared out as [3, 2, 1], but rank 0 as [1, 2, 3]. Call run.rehost with the same "
+            "weights on every rank."
+        )
+        assert weights == (
+            f"step 0: step.backward got a weight in lane(s) {lanes} and none in lane(s) {others}, so sums would be "
+            "added to means. Give a weight in every lane, or in none. Nothing was updated."
+        )

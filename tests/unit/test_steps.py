@@ -447,6 +447,18 @@ def test_a_tensor_that_was_changed_before_backward_read_it():
     started[0].close()
 
 
+def test_a_buffer_that_was_removed():
+    model = nn.Sequential(nn.Linear(4, 1))
+    model[0].register_buffer("scale", torch.ones(1))
+    started = prepared(model)
+    model[0].scale = None
+    with pytest.raises(
+        ModelError, match=r"buffer '0\.scale' has been removed since prepare\. Keep the model's buffers\."
+    ):
+        go(started, whole)
+    started[0].close()
+
+
 class OtherRanks:
     """A transport of which nothing is asked."""
 
