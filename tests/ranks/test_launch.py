@@ -46,7 +46,8 @@ if rank == 1:
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
 if what == "raise":
-    time.sleep(0.01)
+    while not os.path.exists(os.environ["LANEWISE_FAILURES"] + "/1.json"):
+        time.sleep(0.001)
     raise PeerLostError((1,), "rank 1 has ended")
 time.sleep(60)
 """

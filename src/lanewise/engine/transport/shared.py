@@ -220,6 +220,8 @@ class SharedTransport:
         told = self._tell("memory", [os.getpid(), handle, num_bytes, problem])
         problems = [entry[3] for entry in told if entry[3]]
         if problems:
+            if handle is not None:
+                os.close(handle)
             raise ExchangeError(f"{'; '.join(problems)}. Use fewer ranks on this host, or exchange='gloo'.")
         memories = []
         for peer, (pid, peer_handle, peer_bytes, _) in enumerate(told):
