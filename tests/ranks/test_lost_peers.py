@@ -314,8 +314,9 @@ def test_ranks_that_are_killed_leave_no_memory_no_process_and_no_port(tmp_path):
     ports = set().union(*map(listening, pids))
     assert len(ports) > 2
     assert not [line for pid in family for line in named_memory(pid)]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    for sign in (signal.SIGSTOP, signal.SIGKILL):  # none is to notice the end of another
+        for pid in pids:
+            os.kill(pid, sign)
     for ranks in spawned:
         assert set(ranks.join().values()) == {("gone", -signal.SIGKILL)}
     wait_for(lambda: not family & set(processes()), "a process is left")
