@@ -50,7 +50,7 @@ class Settings:
     nonfinite: NonFinite = "raise"
     exchange: ExchangeKind = "auto"
     hosting: Annotated[Literal["even"] | tuple[float, ...], BeforeValidator(check_hosting)] = "even"
-    threads: Positive = 1
+    threads: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     timeout: Annotated[timedelta, Field(gt=timedelta(0))] = timedelta(seconds=30)
     allow_mixed: bool = False
 

@@ -10,6 +10,15 @@ def spoke(rank, time_s=1.0, is_consequence=False):
     return Failure(rank, time_s, kind, "words", "a traceback", is_consequence)
 
 
+def test_a_rank_that_does_not_answer_did_not_run_out_of_memory():
+    """The launcher itself ends with SIGKILL who does not end otherwise."""
+    waited = Failure(0, 1.0, "PeerLostError", "rank 1 did not come within 4 s", "a traceback", True)
+    outcome = Outcome(2, {0: 1, 1: -9}, [waited])
+    assert outcome.first is waited
+    assert outcome.describe() == "rank 0 of 2 failed with PeerLostError."
+    assert outcome.exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("outcome", "exit_code", "words"),
     [

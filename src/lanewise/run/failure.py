@@ -94,8 +94,12 @@ class Outcome:
 
     @property
     def _silent(self) -> list[int]:
-        """The ranks that ended badly without an exception, and not because the launcher ended the rest."""
+        """The ranks that ended badly without an exception, and not because the launcher ended the rest.
+
+        It ends with SIGKILL who does not end otherwise: a rank that another one waited for in vain.
+        """
         spoke = {failure.rank for failure in self.failures}
-        return [
-            rank for rank, code in self.exit_codes.items() if rank not in spoke and code != -signal.SIGTERM
-        ]
+        by_launcher = {-signal.SIGTERM}
+        if any("did not come within" in failure.message for failure in self.failures):
+            by_launcher.add(-signal.SIGKILL)
+        return [r for r, code in self.exit_codes.items() if r not in spoke and code not in by_launcher]
