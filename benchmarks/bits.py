@@ -1,6 +1,6 @@
 """One digest in every cell: worlds 1 to 8, four strategies, two transports; straight, uneven, rehosted, resized.
 
-python -m benchmarks.bits            # about ten minutes on two cores
+python -m benchmarks.bits
 python -m benchmarks.bits --worlds 1,3,5
 
 Each run trains a small transformer with dropout, tied weights, weighted losses, clipping and two optimizer

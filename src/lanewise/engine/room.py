@@ -2,8 +2,8 @@
 
 What autograd saved of a unit's values points into their storage, so that storage must stay the same one. On
 a GPU it is freed and found again by torch's allocator, which keeps blocks of equal size. The C library does
-not: an aligned block never fits the hole that its like has left, so the heap grows with every gather (65 MB
-a step in a model of 100 MB). On a CPU under Linux, pages therefore move between the places of values and a
+not: an aligned block never fits the hole that its like has left, so the heap grows with every gather.
+On a CPU under Linux, pages therefore move between the places of values and a
 store of spare ones, which costs neither a fault nor a copy.
 """
 
