@@ -1,0 +1,255 @@
+"""Rank 0 of a world that is not there: every collective is called, and nothing goes to another rank.
+
+Torch's `fake` backend copies inputs into outputs in newer releases and not in older ones. `Silent` is the same for
+every engine and every release. Buffers that would be received into hold plausible numbers all the same: kernels
+on zeros draw less power and run faster, and engines refuse numbers that are not finite. They are filled while an
+engine warms up. In measured steps they are not, unless the engine receives into memory that it uses for other
+things in between; `Silent.filled` then counts the fills, which a side stream makes, as NCCL's would.
+"""
+
+import contextlib
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lanewise import config
+from lanewise.engine import device as devices
+from lanewise.engine.transport.messages import MessageTransport
+from lanewise.engine.transport.wire import CollectiveWire
+from lanewise.events import Reporter
+from lanewise.run.session import Run
+
+WORLD = 64
+_SMALL = 4096
+_LARGEST_PLAUSIBLE = 8.0
+"""No parameter of the models, and no gradient that a rank owns, is larger."""
+
+
+class Done(dist.Work):
+    """Work that is over, or will be when the side stream is."""
+
+    def __init__(self, tensors: list[torch.Tensor] | None = None, event: Any = None) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._event = event
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        on_gpu = sorted({t.device.index for t in self._tensors or [] if t.is_cuda})
+        future = torch.futures.Future(devices=[torch.device("cuda", n) for n in on_gpu])
+        future.set_result(self._tensors)
+        return future
+
+
+class Silent(dist.ProcessGroup):
+    """A group whose other ranks say nothing."""
+
+    last: ClassVar["Silent | None"] = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._name = "silent"
+        self._num_ranks = size
+        self._done = Done()
+        self._known: set[tuple[int, int]] = set()
+        self._side: Any = None
+        self.is_warming_up = True
+        self.keeps_filling = False
+        """Whether this engine's receive buffers do not keep what was received."""
+        self.filled = 0
+        """Buffers filled since the warm-up."""
+        self.calls = 0
+        Silent.last = self
+
+    def warmed_up(self) -> None:
+        """Fill no more than is needed from here on."""
+        self.is_warming_up, self.filled, self.calls = False, 0, 0
+
+    def getBackendName(self) -> str:
+        return "silent"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _receive(self, output: torch.Tensor, source: torch.Tensor | None) -> Done:
+        """Have plausible numbers in `output`: repetitions of `source`, or zeros."""
+        self.calls += 1
+        key = (output.data_ptr(), output.numel())
+        is_known = key in self._known
+        if self.is_warming_up and is_known and output.is_floating_point() and output.numel():
+            largest = output.detach().abs().amax()
+            self.keeps_filling |= not bool(largest <= _LARGEST_PLAUSIBLE)
+        if not (self.is_warming_up or self.keeps_filling or not is_known):
+            return self._done
+        self._known.add(key)
+        self.filled += 1
+        if not output.is_cuda or self.is_warming_up:
+            self._fill(output, source)
+            return self._done
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._fill(output, source)
+            return Done(event=self._side.record_event())
+
+    def _fill(self, output: torch.Tensor, source: torch.Tensor | None) -> None:
+        with torch.no_grad():
+            if source is None:
+                output.detach().zero_()
+            else:
+                rows = output.detach().view(self._num_ranks, -1)
+                rows.copy_(source.detach().reshape(1, -1).expand_as(rows))
+
+    def _allgather_base(self, output, source, opts=None):
+        return self._receive(output, source)
+
+    all_gather_single = _allgather_base
+
+    def allgather(self, outputs, sources, opts=None):
+        # only set-up gathers lists: DDP compares the shapes of all ranks
+        for output in outputs[0]:
+            if output.numel() <= _SMALL:
+                output.copy_(sources[0])
+        return self._done
+
+    def allgather_into_tensor_coalesced(self, outputs, sources, opts=None):
+        for output, source in zip(outputs, sources, strict=True):
+            self._receive(output, source).wait()
+        return self._done
+
+    def _reduce_scatter_base(self, output, source, opts=None):
+        # a 64th of the bytes: new memory would hold anything else
+        self.calls += 1
+        with torch.no_grad():
+            output.detach().view(-1).copy_(source.detach().view(self._num_ranks, -1)[0])
+        return self._done
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs, sources, opts=None):
+        for output, source in zip(outputs, sources, strict=True):
+            self._reduce_scatter_base(output, source)
+        return self._done
+
+    def alltoall_base(self, output, source, to_here=None, from_here=None, opts=None):
+        return self._receive(output, None)
+
+    all_to_all_single = alltoall_base
+
+    def allreduce(self, tensors, opts=None):
+        self.calls += 1
+        return Done(tensors=list(tensors))
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        self.calls += 1
+        return Done(tensors=list(tensors))
+
+    def broadcast(self, tensors, opts=None):
+        self.calls += 1
+        return self._done
+
+    def barrier(self, opts=None):
+        return self._done
+
+
+def join(backend: str) -> dist.ProcessGroup:
+    """Join the pretended world as its rank 0."""
+    if backend == "silent" and "silent" not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            "silent", lambda store, rank, size, timeout: Silent(rank, size), devices=["cpu", "cuda"]
+        )
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+class _Echo:
+    """Headers that nobody reads."""
+
+    word = ""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def announce(self, where: str) -> int:
+        self._number += 1
+        return self._number
+
+    def agree(self, number: int, where: str) -> None:
+        """All the others are where this rank is."""
+
+    def say(self, what: str) -> None:
+        """Nobody listens."""
+
+
+class _NoChannel:
+    """What a transport is given to send headers by, until `_Echo` takes their place."""
+
+    def isend(self, *arguments: Any) -> Done:
+        return Done()
+
+    irecv = isend
+
+    def wait(self, *arguments: Any) -> None:
+        """Nothing was sent."""
+
+
+class PretendedTransport(MessageTransport):
+    """A transport whose other ranks always do and say what this one does."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        wire = CollectiveWire(group, 0, WORLD)
+        super().__init__(None, None, _NoChannel(), wire, 0, WORLD, device)  # type: ignore[arg-type]
+        self._headers = _Echo()  # type: ignore[assignment]
+
+    def share(self, values: torch.Tensor, where: str) -> torch.Tensor:
+        mine = values.detach().cpu()
+        return mine.expand(self.size, *mine.shape).clone()
+
+    def barrier(self, where: str) -> None:
+        """All the others are there."""
+
+    def finish(self, number: int, works: Any, where: str) -> None:
+        for _, work in works:
+            work.wait()
+
+    def close(self, failure: str | None) -> None:
+        """Nobody has to be told."""
+
+
+def start(backend: str, device: torch.device, **settings: Any) -> Run:
+    """`lw.start` as rank 0 of the pretended world."""
+    chosen, _ = config.settings({"lanes": WORLD, **settings}, {})
+    devices.settle(device, chosen.threads, chosen.reduction == "exact")
+    return Run(chosen, PretendedTransport(join(backend), device), device, Reporter([]))
+
+
+@contextlib.contextmanager
+def left():
+    """Leave the pretended world at the end."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
