@@ -15,6 +15,7 @@ from lanewise.errors import SettingsError
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Reduction = Literal["exact", "native"]
 Precision = Literal["model", "fp32", "bf16", "fp16"]
+Moments = Literal["fp32", "bf16"]
 NonFinite = Literal["raise", "skip", "ignore"]
 ExchangeKind = Literal["auto", "shared", "gloo", "nccl"]
 
@@ -35,8 +36,8 @@ STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is told. `lanes`, `seed`, `precision`, `micro_batches` are part of its identity; the
-    others never change a bit of an exact run.
+    """What a run is told. `lanes`, `seed`, `precision`, `moments`, `micro_batches` are part of its
+    identity; the others never change a bit of an exact run.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -46,6 +47,7 @@ class Settings:
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     reduction: Reduction = "exact"
     precision: Precision = "model"
+    moments: Moments = "fp32"
     micro_batches: Positive = 1
     nonfinite: NonFinite = "raise"
     exchange: ExchangeKind = "auto"

@@ -12,6 +12,10 @@ Seed = Annotated[int | None, typer.Option(help="What all randomness starts from.
 Precision = Annotated[
     str | None, typer.Option(metavar="model|fp32|bf16|fp16", help="What is computed in.", show_default=False)
 ]
+Moments = Annotated[
+    str | None,
+    typer.Option(metavar="fp32|bf16", help="What the optimizer's state is kept in.", show_default=False),
+]
 Reduction = Annotated[
     str | None, typer.Option(metavar="exact|native", help="Whose sum of gradients.", show_default=False)
 ]

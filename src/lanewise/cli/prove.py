@@ -31,6 +31,7 @@ def prove(
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 20,
     lanes: options.Lanes = None,
     precision: options.Precision = None,
+    moments: options.Moments = None,
     reduction: options.Reduction = None,
     exchange: options.Exchange = None,
     micro_batches: options.MicroBatches = None,
@@ -57,6 +58,7 @@ def prove(
     settings = options.given(
         lanes=lanes,
         precision=precision,
+        moments=moments,
         reduction=reduction,
         exchange=exchange,
         micro_batches=micro_batches,

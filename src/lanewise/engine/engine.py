@@ -73,6 +73,7 @@ class Engine:
         self._step = step
         self.original.check()
         self.committer.optimizer.check_groups()
+        self.committer.optimizer.number = step
         schedule = self.sum.schedule(shares)
         if schedule != self._schedule:
             self.passes.forget_order()

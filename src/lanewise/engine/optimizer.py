@@ -16,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lanewise.engine import hashing
+from lanewise.engine.moments import Moments
 from lanewise.engine.unit import Flat
 from lanewise.errors import OptimizerError, StepError
 from lanewise.lanes.layout import Part
@@ -62,12 +63,20 @@ class SlicedOptimizer:
             whole = made_by_constructor.get(piece.flat.parameters[piece.part.field], {})
             for key, value in whole.items():
                 optimizer.state[piece.tensor][key] = _cut(optimizer, key, value, piece)
+        self.number = 0
+        """The step that is under way."""
+        self._moments: Moments | None = None
         self._is_stepping = False
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._check_step),
             optimizer.register_state_dict_pre_hook(_refuse_state_dict),
             optimizer.register_load_state_dict_pre_hook(_refuse_load),
         ]
+
+    def keep_narrow(self, moments: Moments) -> None:
+        """Keep the state in bf16 between steps."""
+        moments.adopt(self.optimizer)
+        self._moments = moments
 
     def release(self) -> None:
         """Let go of the user's optimizer."""
@@ -118,7 +127,10 @@ class SlicedOptimizer:
                 device = self.slices[0].tensor.device if self.slices else "cpu"
                 optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)
                 optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-            optimizer.step()
+            if self._moments is None:
+                optimizer.step()
+            else:
+                self._moments.step(optimizer, self.slices, self.number)
         finally:
             self._is_stepping = False
             if passed_on:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from lanewise.config import Precision
+from lanewise.config import Moments, Precision
 from lanewise.engine.unit import Flat
 
 STORED: dict[Precision, torch.dtype | None] = {
@@ -55,7 +55,7 @@ def short(dtype: torch.dtype) -> str:
 COLUMNS = ("parameters", "elements", "stored", "computed", "sent", "summed", "master", "moments")
 
 
-def truth_table(flats: Sequence[Flat], sends_leaves: bool) -> tuple[tuple[str, ...], ...]:
+def truth_table(flats: Sequence[Flat], sends_leaves: bool, moments: Moments) -> tuple[tuple[str, ...], ...]:
     """One row for each kind of parameter: how many elements, and every type they meet."""
     rows = []
     for trainable in (True, False):
@@ -68,7 +68,8 @@ def truth_table(flats: Sequence[Flat], sends_leaves: bool) -> tuple[tuple[str, .
                 wide = short(members[0].update_dtype)
                 sent = stored if sends_leaves else summed
                 master = wide if members[0].has_master else "the stored values"
-                rows.append(("trainable", f"{numel:,}", stored, stored, sent, summed, master, wide))
+                kept = moments if wide == "fp32" else wide
+                rows.append(("trainable", f"{numel:,}", stored, stored, sent, summed, master, kept))
             else:
                 rows.append(("frozen", f"{numel:,}", stored, stored, "-", "-", "-", "-"))
     return tuple(rows)

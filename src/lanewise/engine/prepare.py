@@ -12,6 +12,7 @@ from lanewise.engine.build import build_units, group_of_each, layout_words
 from lanewise.engine.engine import Engine
 from lanewise.engine.find import Selector, check_model, find_units
 from lanewise.engine.first_values import FirstValues, Init
+from lanewise.engine.moments import Moments
 from lanewise.engine.precision import STORED
 from lanewise.engine.unit import Flat, Unit, all_flats
 from lanewise.engine.world import World
@@ -52,6 +53,8 @@ def prepare(
             hashes.append(_settle(unit, engine))
     _check_made_values(units, hashes, world)
     engine.committer.adopt(optimizer)
+    if settings.moments == "bf16":
+        engine.committer.optimizer.keep_narrow(Moments(settings.seed, world.device))
     engine.install(STORED[settings.precision])
     engine.original.remember()
     world.transport.barrier("the end of prepare")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lanewise import config, env
-from lanewise.config import ExchangeKind, NonFinite, Precision, Reduction, Strategy
+from lanewise.config import ExchangeKind, Moments, NonFinite, Precision, Reduction, Strategy
 from lanewise.data.loader import Loader, Portion, make_loader
 from lanewise.data.partition import Partition
 from lanewise.engine import device as devices
@@ -44,6 +44,7 @@ def start(
     seed: int = 0,
     reduction: Reduction = "exact",
     precision: Precision = "model",
+    moments: Moments = "fp32",
     micro_batches: int = 1,
     nonfinite: NonFinite = "raise",
     exchange: ExchangeKind = "auto",
@@ -154,7 +155,7 @@ class Run:
             self._report(Notice(text))
 
         self._engine = prepare(model, optimizer, self.settings, world, units, init, weights, notify)
-        rows = truth_table(self._engine.flats, self._engine.sends_leaves)
+        rows = truth_table(self._engine.flats, self._engine.sends_leaves, self.settings.moments)
         self._report(Table("what is kept in which type", COLUMNS, rows))
         return model, optimizer
 
