@@ -290,7 +290,9 @@ def _wanted(text: str) -> list[str]:
     ]
     if not chosen:
         raise SystemExit(f"no engine has {text!r} in its name; known are {list(ENGINES)}")
-    return chosen
+    if away := [engine for engine in chosen if not is_here(engine)]:
+        print(f"left out, since what they need cannot be imported: {', '.join(away)}", file=sys.stderr)
+    return [engine for engine in chosen if is_here(engine)]
 
 
 def profile(engine: str, case: Case, count: int) -> None:
@@ -387,9 +389,15 @@ def bits(size: str, worlds: list[int], steps: int, lanes: int, is_compiled: bool
     print(f"{size}, {lanes} lanes, {steps} steps, {what}; ranks of this host over Gloo", flush=True)
     digests: dict[str, set[str]] = {}
     start = time.perf_counter()
+    num_failed = 0
     for world in worlds:
         mine = [cell for cell in cells if cell.world == world]
-        found = on_ranks(mine, train_for_bits, size, steps, lanes, is_compiled, timeout=540)
+        try:
+            found = on_ranks(mine, train_for_bits, size, steps, lanes, is_compiled, timeout=540)
+        except AssertionError as error:
+            num_failed += 1
+            print(f"  {world} rank(s): FAILED: {error}", flush=True)
+            continue
         for cell, by_rank in zip(mine, found, strict=True):
             for precision in by_rank[0]:
                 values = {values[precision] for values in by_rank}
@@ -400,8 +408,17 @@ def bits(size: str, worlds: list[int], steps: int, lanes: int, is_compiled: bool
                 print(f"  {name:28s} {' '.join(sorted(values))}")
         print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
     is_same = all(len(values) == 1 for values in digests.values())
-    print("same bits in all cells" if is_same else "DIFFERENT bits")
-    return is_same
+    ending = f"; {num_failed} world(s) failed" if num_failed else ""
+    print(("same bits in all cells that ran" if is_same else "DIFFERENT bits") + ending)
+    return is_same and not num_failed
+
+
+def _place(device: str) -> str:
+    """The hardware and the release of torch."""
+    import torch
+
+    name = torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
+    return f"{name}, torch {torch.__version__}"
 
 
 def main() -> None:
@@ -435,6 +452,7 @@ def main() -> None:
         profile(options.profile, Case(models[0], options.device, options.backend, options.clip), 3)
         sys.stdout.flush()
         os._exit(0)
+    print(_place(options.device), flush=True)
     for name in models:
         case = Case(name, options.device, options.backend, options.clip)
         rows: dict[str, Row] = {}

@@ -5,7 +5,7 @@ does not wait for it.
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,8 +44,6 @@ class Engine:
 
     step: Callable[[], Any]
     run: Any = None
-    kept: list[Any] = field(default_factory=list)
-    """What must live as long as the engine."""
 
 
 Make = Callable[[Case], Engine]
@@ -224,8 +222,9 @@ def _remove_own_attention() -> None:
     if importlib.util.find_spec("lanewise.engine.attention") is not None:
         from lanewise.engine import attention
 
-        if hasattr(attention, "remove"):
-            attention.remove()
+        for name in ("remove", "uninstall"):
+            if hasattr(attention, name):
+                getattr(attention, name)()
 
 
 BARE, STABLE, OWN = "bare", "bare deterministic", "bare deterministic own attention"
@@ -274,7 +273,7 @@ def train_for_bits(cell: Any, size: str, steps: int, lanes: int, is_compiled: bo
     warnings.simplefilter("ignore")  # a test's rank makes errors of them, and they are torch's own
     found = {}
     for precision in ("model", "bf16"):
-        run = cell.start(lanes=lanes, precision=precision)
+        run = cell.start(lanes=lanes, precision=precision, timeout=300.0)
         shape = models.SIZES[size]
         model = models.build(shape, run.device, torch.float32)
         if is_compiled:

@@ -7,7 +7,6 @@ engine warms up. In measured steps they are not, unless the engine receives into
 things in between; `Silent.filled` then counts the fills, which a side stream makes, as NCCL's would.
 """
 
-import contextlib
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +21,8 @@ from lanewise.events import Reporter
 from lanewise.run.session import Run
 
 WORLD = 64
-_SMALL = 4096
+_SMALL = 1 << 16
+"""Elements of what is a report of all ranks rather than values of a model."""
 _LARGEST_PLAUSIBLE = 8.0
 """No parameter of the models, and no gradient that a rank owns, is larger."""
 
@@ -93,6 +93,9 @@ class Silent(dist.ProcessGroup):
     def _receive(self, output: torch.Tensor, source: torch.Tensor | None) -> Done:
         """Have plausible numbers in `output`: repetitions of `source`, or zeros."""
         self.calls += 1
+        if source is not None and output.numel() <= _SMALL:
+            self._fill(output, source)
+            return self._done
         key = (output.data_ptr(), output.numel())
         is_known = key in self._known
         if self.is_warming_up and is_known and output.is_floating_point() and output.numel():
@@ -117,8 +120,9 @@ class Silent(dist.ProcessGroup):
             if source is None:
                 output.detach().zero_()
             else:
-                rows = output.detach().view(self._num_ranks, -1)
-                rows.copy_(source.detach().reshape(1, -1).expand_as(rows))
+                whole, part = _widened(output.detach().view(-1), source.detach().reshape(-1))
+                rows = whole.view(self._num_ranks, -1)
+                rows.copy_(part.view(1, -1).expand_as(rows))
 
     def _allgather_base(self, output, source, opts=None):
         return self._receive(output, source)
@@ -170,6 +174,14 @@ class Silent(dist.ProcessGroup):
 
     def barrier(self, opts=None):
         return self._done
+
+
+def _widened(output: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same bytes in longer elements, which copy faster, where both can be read so."""
+    pair = (output, source)
+    if any((t.nbytes | t.data_ptr() | t.storage_offset() * t.itemsize) % 8 for t in pair):
+        return pair
+    return output.view(torch.int64), source.view(torch.int64)
 
 
 def join(backend: str) -> dist.ProcessGroup:
@@ -243,13 +255,3 @@ def start(backend: str, device: torch.device, **settings: Any) -> Run:
     chosen, _ = config.settings({"lanes": WORLD, **settings}, {})
     devices.settle(device, chosen.threads, chosen.reduction == "exact")
     return Run(chosen, PretendedTransport(join(backend), device), device, Reporter([]))
-
-
-@contextlib.contextmanager
-def left():
-    """Leave the pretended world at the end."""
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
