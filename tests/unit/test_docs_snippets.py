@@ -59,6 +59,24 @@ def test_data(names):
     run.close()
 
 
+def test_transformers(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers", reason="needs transformers, a development dependency")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in snippets("transformers.md"):
+        exec(code, names)
+    run = names["run"]
+    assert run.position == 9
+    assert [unit.name for unit in run.engine.units] == ["root", *(f"model.layers.{n}" for n in range(3))]
+    assert 1.0 < names["values"]["perplexity"] < 200.0
+    assert names["text"].shape == (1, 12)
+    saved = transformers.LlamaForCausalLM.from_pretrained("saved")
+    with run.gathered(names["model"]):
+        kept = names["model"].state_dict()
+        assert all(torch.equal(kept[name], value) for name, value in saved.state_dict().items())
+    run.close()
+
+
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -175,3 +175,15 @@ def test_small_elements_stay_at_the_root():
     model = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(4), nn.Linear(40, 40))
     assert names(find_units(model)) == ["", "0", "2"]
     assert [name for name, _ in find_units(model)[0].parameters] == ["1.weight", "1.bias"]
+
+
+def test_blocks_beside_something_huge_are_units_where_the_root_would_become_larger_still():
+    def model(num_blocks):
+        blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(num_blocks))
+        parts = nn.ModuleDict({"table": nn.Embedding(200, 10), "blocks": blocks, "norm": nn.LayerNorm(2)})
+        return nn.ModuleList([parts])
+
+    few, many = find_units(model(18)), find_units(model(19))
+    assert names(few) == ["", "0.table"]
+    assert names(many) == ["", "0.table", *(f"0.blocks.{n}" for n in range(19))]
+    assert [name for name, _ in many[0].parameters] == ["0.norm.weight", "0.norm.bias"]

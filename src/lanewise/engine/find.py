@@ -72,9 +72,19 @@ def _without_inner(units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 
 
 def _without_small(units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    sizes = [sum(p.numel() for p in module.parameters()) for _, module in units]
-    largest = max(sizes, default=0)
-    return [unit for unit, size in zip(units, sizes, strict=True) if size * _SMALL >= largest]
+    """Leave out units that are small beside the largest, but never more than that one has in all.
+
+    The root, to which they go, is kept for a whole lane. So where one huge unit makes all others small, they
+    are judged among themselves.
+    """
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in units}
+    largest = max(sizes.values(), default=0)
+    small = [unit for unit in units if sizes[unit[0]] * _SMALL < largest]
+    if sum(sizes[name] for name, _ in small) <= largest:
+        left_out = {name for name, _ in small}
+    else:
+        left_out = {name for name, _ in small} - {name for name, _ in _without_small(small)}
+    return [unit for unit in units if unit[0] not in left_out]
 
 
 def _selected(model: nn.Module, selectors: Sequence[Selector]) -> list[tuple[str, nn.Module]]:
