@@ -134,6 +134,7 @@ class Recipe:
     dropout: float = 0.0
     clip: float | None = None
     precision: str = "model"
+    moments: str = "fp32"
     fused: bool | None = None
     samples: int = 64
 
@@ -145,6 +146,7 @@ def train(cell: Cell, recipe: Recipe) -> list[str]:
         seed=recipe.seed,
         micro_batches=recipe.micro_batches,
         precision=recipe.precision,
+        moments=recipe.moments,
     )
     model = Gpt(dropout=recipe.dropout)
     decayed = [p for p in model.parameters() if p.dim() > 1]

@@ -50,7 +50,8 @@ def follow(run: lw.Run, folder: Path, scheduler: Any) -> None:
                 mine.tensor[target] = values[source]
                 for key, tensor in state.items():
                     if tensor.shape == values.shape:
-                        whole = optimizer.state[mine.tensor].setdefault(key, torch.zeros_like(mine.tensor))
+                        zeros = torch.zeros_like(mine.tensor, dtype=tensor.dtype)
+                        whole = optimizer.state[mine.tensor].setdefault(key, zeros)
                         whole[target] = tensor[source]
                     else:
                         optimizer.state[mine.tensor][key] = tensor.clone()

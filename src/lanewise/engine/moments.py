@@ -26,7 +26,7 @@ Key = tuple[int, int]
 """Two words of 32 bits."""
 Rounder = Callable[[torch.Tensor, torch.Tensor, Key, int], None]
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 """Elements to round at a time on a CPU: few enough for a cache."""
 _WORD = 0xFFFFFFFF
 _MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
@@ -34,6 +34,7 @@ _MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
 _LARGEST = 0x7F7F0000
 """The bits of the largest finite bf16 number, as an fp32."""
 _INFINITY = 0x7F800000
+_MAX = torch.finfo(torch.bfloat16).max
 
 
 class Moments:
@@ -239,24 +240,25 @@ def round_to_bf16(wide: torch.Tensor, narrow: torch.Tensor, key: Key, place: int
     beyond the largest bf16 number is rounded to nearest, so that nothing becomes infinite by chance.
     """
     assert place % 2 == 0
-    bits, out = wide.view(torch.int32), narrow.view(torch.int16)
+    out = narrow.view(torch.int16)
     low = 0
-    while low < len(bits):
-        high = min(low + _BLOCK - (place + low) % _BLOCK, len(bits))
+    while low < len(wide):
+        high = min(low + _BLOCK - (place + low) % _BLOCK, len(wide))
         noise = _random_bits(place + low, high - low, key, wide.device)
-        out[low:high] = _add_and_cut(bits[low:high], noise)
+        out[low:high] = _add_and_cut(wide[low:high], noise)
         low = high
 
 
-def _add_and_cut(bits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def _add_and_cut(wide: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """The upper 16 bits of the sum: noise that carries makes the magnitude one bf16 step larger."""
+    bits = wide.view(torch.int32)
+    least, most = (float(end) for end in wide.aminmax())
+    if least > -_MAX and most < _MAX:
+        return noise.add_(bits).bitwise_right_shift_(16)
     size = bits & 0x7FFFFFFF
-    is_beyond = size >= _LARGEST
-    if not bool(is_beyond.any()):
-        return noise.add_(bits).bitwise_right_shift_(16).to(torch.int16)
-    noise = torch.where(is_beyond, (size < _INFINITY).int() << 15, noise)
+    noise = torch.where(size < _LARGEST, noise, (size < _INFINITY).int() << 15)
     quiet = (size > _INFINITY).int() << 6
-    return noise.add_(bits).bitwise_right_shift_(16).bitwise_or_(quiet).to(torch.int16)
+    return noise.add_(bits).bitwise_right_shift_(16).bitwise_or_(quiet)
 
 
 def _random_bits(place: int, count: int, key: Key, device: torch.device) -> torch.Tensor:

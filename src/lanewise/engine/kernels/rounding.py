@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 from lanewise.engine.moments import Key
 
@@ -19,14 +19,14 @@ def round_to_bf16(wide: torch.Tensor, narrow: torch.Tensor, key: Key, place: int
     _kernel[grid](wide, narrow.view(torch.int16), count, place, low, high, BLOCK=_BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _mix(word: Any) -> Any:
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
     return word ^ (word >> 16)
 
 
-@triton.jit(do_not_specialize=["count", "place", "low", "high"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "place", "low", "high"])
 def _kernel(wide: Any, narrow: Any, count: Any, place: Any, low: Any, high: Any, BLOCK: tl.constexpr) -> None:
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = index < count
