@@ -1,0 +1,142 @@
+"""Attention on GPUs: a backward of our own in place of torch's deterministic one, which takes twice the time.
+
+While deterministic algorithms are asked for, scaled_dot_product_attention takes torch's flash kernel. Its backward
+is an operator of its own, and this file gives that operator another CUDA kernel, through torch's dispatcher: user
+code, autograd and torch.compile reach it as they reach torch's. What ours does not cover goes on to torch's kernel,
+as everything does once the last user has released it.
+"""
+
+import importlib.util
+import math
+import threading
+import warnings
+
+import torch
+from torch import Tensor
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+OPERATOR = "_scaled_dot_product_flash_attention_backward"
+HEAD_DIMS = (64, 128)
+SHORTEST = 256
+"""Shorter sequences are left to torch: starting three kernels would cost more than it saves."""
+
+_lock = threading.Lock()
+_num_users = 0
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Use our backward where it applies, until released as often as installed. Nothing where there is no GPU."""
+    global _num_users, _library
+    with _lock:
+        _num_users += 1
+        if _library is None and torch.cuda.is_available() and importlib.util.find_spec("triton"):
+            # Compiled and imported here rather than in autograd's threads.
+            importlib.import_module("lanewise.engine.kernels.attention")
+            library = torch.library.Library("aten", "IMPL")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")  # which is what is wanted
+                library.impl(OPERATOR, _backward, "CUDA")
+            _library = library
+
+
+def release() -> None:
+    """Undo one install(); the last one gives torch its kernel back."""
+    global _num_users, _library
+    with _lock:
+        assert _num_users > 0, "released more often than installed"
+        _num_users -= 1
+        if _num_users == 0 and _library is not None:
+            _library._destroy()
+            _library = None
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Gradients:
+    """What the dispatcher calls; the arguments are the operator's, heads before rows."""
+    plain = cum_seq_q is None and cum_seq_k is None and dropout_p == 0.0
+    if plain and _asked_for() and _covers((query, key, value, out, grad_out), is_causal):
+        from lanewise.engine.kernels.attention import Problem
+
+        scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+        problem = Problem(
+            _readable(grad_out),
+            _readable(query),
+            _readable(key),
+            _readable(value),
+            _readable(out),
+            logsumexp.contiguous(),
+            is_causal,
+            scale,
+        )
+        # Triton starts kernels on the current device.
+        with torch.cuda.device_of(query):
+            return problem.backward()
+    # What torch's own kernel of this operator does: rows before heads, and the general backward.
+    turned = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
+    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+        *turned,
+        logsumexp,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        philox_seed,
+        philox_offset,
+        scale=scale,
+    )
+    return grad_query.transpose(1, 2), grad_key.transpose(1, 2), grad_value.transpose(1, 2)
+
+
+def _asked_for() -> bool:
+    """Without determinism, torch's kernel is faster than ours."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+def _covers(tensors: tuple[Tensor, ...], causal: bool) -> bool:
+    """Whether our kernels compute this attention, and on a GPU for which their tiles were chosen."""
+    query, key, value, *_ = tensors
+    length_q, length_k = query.shape[2], key.shape[2]
+    return (
+        query.shape[3] in HEAD_DIMS
+        and all(tensor.dtype == torch.bfloat16 and tensor.shape[3] == query.shape[3] for tensor in tensors)
+        and key.shape == value.shape
+        and query.shape[1] % key.shape[1] == 0
+        and min(length_q, length_k) >= SHORTEST
+        and (length_q == length_k or not causal)
+        # Within a head, places are numbers of 32 bits.
+        and all(tensor.shape[2] * max(tensor.stride(2), tensor.shape[3]) < 2**31 for tensor in tensors)
+        and torch.cuda.get_device_capability(query.device)[0] == 9
+    )
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor itself where its rows are dense and aligned, else a copy, in the same order of dimensions."""
+    strides = tensor.stride()
+    aligned = all(stride > 0 and stride % 16 == 0 for stride in strides[:3]) and tensor.data_ptr() % 16 == 0
+    if strides[3] == 1 and aligned:
+        return tensor
+    copy = tensor.clone()
+    return copy if copy.stride(3) == 1 else copy.contiguous()
