@@ -184,11 +184,12 @@ def tiles_to_try(dim: int, specialised: bool) -> dict[str, list[Any]]:
                 Tiles(64, 128, 8, 2),
                 Tiles(64, 128, 8, 3),
                 Tiles(64, 128, 8, 2, loops=2),
-                Tiles(64, 128, 8, 2, heads_first=False),
+                Tiles(64, 128, 8, 2, bundle=8),
+                Tiles(64, 128, 8, 2, bundle=64),
                 described(64, 128, 8, 2),
                 described(64, 128, 8, 3),
                 described(32, 128, 8, 3),
-                described(64, 128, 8, 2, heads_first=False),
+                described(64, 128, 8, 2, bundle=64),
             ],
             "queries": [
                 Tiles(128, 64, 8, 3),
@@ -196,14 +197,14 @@ def tiles_to_try(dim: int, specialised: bool) -> dict[str, list[Any]]:
                 Tiles(64, 64, 4, 2),
                 described(128, 64, 8, 3),
                 described(128, 64, 8, 3, loops=2),
-                described(128, 64, 8, 3, heads_first=False),
+                described(128, 64, 8, 3, bundle=64),
                 described(128, 128, 8, 2),
                 described(64, 64, 4, 2),
                 described(64, 128, 4, 2),
             ],
             "from kept": [
                 Tiles(128, 64, 8, 3),
-                Tiles(128, 64, 8, 3, heads_first=False),
+                Tiles(128, 64, 8, 3, bundle=64),
                 Tiles(128, 64, 4, 3),
                 Tiles(128, 32, 8, 4),
                 Tiles(128, 128, 8, 2),
@@ -221,7 +222,7 @@ def tiles_to_try(dim: int, specialised: bool) -> dict[str, list[Any]]:
         ],
         "kept": [
             Tiles(64, 128, 8, 3),
-            Tiles(64, 128, 8, 2, heads_first=False),
+            Tiles(64, 128, 8, 2, bundle=64),
             Tiles(128, 128, 8, 2),
             Tiles(32, 128, 4, 3),
             described(64, 128, 8, 3),
@@ -240,7 +241,7 @@ def tiles_to_try(dim: int, specialised: bool) -> dict[str, list[Any]]:
         ],
         "from kept": [
             Tiles(128, 64, 8, 3),
-            Tiles(128, 64, 8, 3, heads_first=False),
+            Tiles(128, 64, 8, 3, bundle=64),
             Tiles(128, 64, 4, 3),
             Tiles(128, 128, 4, 2),
             Tiles(128, 128, 8, 3),
@@ -315,7 +316,7 @@ class Attempt:
         tiles = self.tiles
         words = [f"queries {tiles.queries:3d} keys {tiles.keys:3d} warps {tiles.warps} stages {tiles.stages}"]
         words += ["two loops"] * (tiles.loops == 2) + ["described"] * tiles.described
-        words += ["blocks first"] * (not tiles.heads_first) + ["specialised"] * tiles.specialised
+        words += [f"bundle {tiles.bundle}"] + ["specialised"] * tiles.specialised
         return f"{rate}  {', '.join(words)}  {self.remark}"
 
 

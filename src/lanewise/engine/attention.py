@@ -32,12 +32,12 @@ def install() -> None:
     with _lock:
         _num_users += 1
         if _library is None and torch.cuda.is_available() and importlib.util.find_spec("triton"):
-            # Compiled and imported here rather than in autograd's threads.
+            # Imported here rather than in one of autograd's threads.
             importlib.import_module("lanewise.engine.kernels.attention")
             library = torch.library.Library("aten", "IMPL")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")  # which is what is wanted
-                library.impl(OPERATOR, _backward, "CUDA")
+                library.impl(OPERATOR, _backward, "CUDA", allow_override=True)
             _library = library
 
 

@@ -3,8 +3,9 @@
 
 Three kernels follow one another. The first makes two numbers for each query: its logarithm of sums in units of
 log2, and delta, the product of the output and its gradient. In the second, a block of keys meets all queries that
-see it and sums dk and dv; in the third, a block of queries meets all keys that it sees and sums dq. The scores are
-thus computed twice, which costs two products of seven, and no two blocks ever add to the same place.
+see it and sums dk and dv; in the third, a block of queries meets all keys that it sees and sums dq. No two blocks
+ever add to the same place. The third either computes the scores and their gradients once more, which is two products
+of seven, or reads gradients that the second has kept, for as many heads at a time as there is room for.
 
 Nothing here chooses by measuring: blocks come from a table, since a choice by time would change bits.
 """
@@ -37,8 +38,9 @@ class Tiles:
     """1: one loop, with a mask in every step; 2: the blocks on the diagonal have a loop of their own."""
     described: bool = False
     """Whether tiles are read through tensor descriptors (TMA) or through pointers."""
-    heads_first: bool = True
-    """Whether neighbours in the grid are other heads, so that the longest blocks start first, or blocks of one."""
+    bundle: int = 16
+    """Heads that are worked on together. The longest blocks of a bundle start first, so that no multiprocessor is
+    left with one at the end; and what a bundle reads should stay in the cache."""
     specialised: bool = False
     """Whether some warps only read and others only compute; compiles for some tiles with 4 warps, described."""
     registers: int | None = None
@@ -63,6 +65,16 @@ CHOSEN = {
     (128, False): Passes(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 3), MOST_KEPT),
 }
 """For each head dimension, causal or not."""
+
+
+@triton.jit
+def _turn(num_blocks, BUNDLE: tl.constexpr):
+    """The head and the block of this program: a bundle of heads after the other, all first blocks of it first."""
+    program = tl.program_id(0)
+    first_head = program // (BUNDLE * num_blocks) * BUNDLE
+    width = tl.minimum(BUNDLE, tl.num_programs(0) // num_blocks - first_head)
+    within = program % (BUNDLE * num_blocks)
+    return first_head + within % width, within // width
 
 
 @triton.jit
@@ -205,9 +217,10 @@ def _meet_queries(
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk)
         if KEEP:
+            # Written past the caches as far as may be: they hold what other blocks still read.
             column = tl.multiple_of(start % SIDE, QUERIES)
             within = tl.arange(0, KEYS)[:, None] * SIDE + column + tl.arange(0, QUERIES)[None, :]
-            tl.store(kept + (start // SIDE).to(tl.int64) * (SIDE * SIDE) + within, ds)
+            tl.store(kept + (start // SIDE).to(tl.int64) * (SIDE * SIDE) + within, ds, cache_modifier=".cs")
     return dk, dv
 
 
@@ -253,19 +266,15 @@ def _keys_kernel(
     CAUSAL: tl.constexpr,
     LOOPS: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
+    BUNDLE: tl.constexpr,
     CUT: tl.constexpr,
     SPECIALISED: tl.constexpr,
     KEEP: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     # num_heads counts heads of keys; GROUP heads of queries share each.
-    if HEADS_FIRST:
-        head_here = tl.program_id(0)
-        first_key = tl.program_id(1) * KEYS
-    else:
-        head_here = tl.program_id(1)
-        first_key = tl.program_id(0) * KEYS
+    head_here, block = _turn(tl.cdiv(length_k, KEYS), BUNDLE)
+    first_key = block * KEYS
     head_of_all = first_head + head_here
     batch = head_of_all // num_heads
     head = head_of_all % num_heads
@@ -284,7 +293,7 @@ def _keys_kernel(
         first = first_key // QUERIES * QUERIES
     else:
         first = 0
-    for member in tl.static_range(GROUP):
+    for member in range(GROUP):
         query_head = head * GROUP + member
         its_q = _head(q, q_batch, q_head, batch, query_head, DESCRIBED)
         its_do = _head(do, do_batch, do_head, batch, query_head, DESCRIBED)
@@ -407,17 +416,14 @@ def _queries_kernel(
     CAUSAL: tl.constexpr,
     LOOPS: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
+    BUNDLE: tl.constexpr,
     CUT: tl.constexpr,
     SPECIALISED: tl.constexpr,
 ):
     # The last queries of a causal head see the most keys: they start first.
-    if HEADS_FIRST:
-        head_of_all = tl.program_id(0)
-        first_query = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
-    else:
-        head_of_all = tl.program_id(1)
-        first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    num_blocks = tl.cdiv(length_q, QUERIES)
+    head_of_all, block = _turn(num_blocks, BUNDLE)
+    first_query = (num_blocks - 1 - block) * QUERIES
     batch = head_of_all // num_heads
     head = head_of_all % num_heads
     key_head = head // GROUP
@@ -482,17 +488,14 @@ def _kept_kernel(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
+    BUNDLE: tl.constexpr,
     CUT: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     """dq from what the pass of keys has kept of ds: one product only."""
-    if HEADS_FIRST:
-        head_here = tl.program_id(0)
-        query_block = tl.num_programs(1) - 1 - tl.program_id(1)
-    else:
-        head_here = tl.program_id(1)
-        query_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    num_blocks = tl.cdiv(length_q, SIDE)
+    head_here, block = _turn(num_blocks, BUNDLE)
+    query_block = num_blocks - 1 - block
     head_of_all = first_head + head_here
     batch = head_of_all // num_heads
     head = head_of_all % num_heads
@@ -539,7 +542,7 @@ def _options(tiles: Tiles, group: int, dim: int, causal: bool, cut: bool) -> dic
         "CAUSAL": causal,
         "LOOPS": tiles.loops,
         "DESCRIBED": tiles.described,
-        "HEADS_FIRST": tiles.heads_first,
+        "BUNDLE": tiles.bundle,
         "CUT": cut,
         "SPECIALISED": tiles.specialised,
         "num_warps": tiles.warps,
@@ -548,10 +551,6 @@ def _options(tiles: Tiles, group: int, dim: int, causal: bool, cut: bool) -> dic
     if tiles.registers is not None:
         options["maxnreg"] = tiles.registers
     return options
-
-
-def _grid(tiles: Tiles, num_heads: int, num_blocks: int) -> tuple[int, int]:
-    return (num_heads, num_blocks) if tiles.heads_first else (num_blocks, num_heads)
 
 
 @dataclass(frozen=True)
@@ -604,9 +603,11 @@ class Problem:
         grad_key, grad_value = into or (torch.empty_like(self.key), torch.empty_like(self.value))
         heads = heads or range(batch * num_heads)
         cut = length_q % tiles.queries != 0 or length_k % tiles.keys != 0
+        # A square of what is kept is written by one block.
+        assert kept is None or (tiles.keys == SIDE and SIDE % tiles.queries == 0)
         read = (self.query, self.key, self.value, self.grad_out)
         sizes = (tiles.queries, tiles.keys, tiles.keys, tiles.queries)
-        _keys_kernel[_grid(tiles, len(heads), triton.cdiv(length_k, tiles.keys))](
+        _keys_kernel[(len(heads) * triton.cdiv(length_k, tiles.keys),)](
             *_sources(tiles, sizes, *read),
             grad_key,
             grad_value,
@@ -634,7 +635,7 @@ class Problem:
         cut = length_q % tiles.queries != 0 or length_k % tiles.keys != 0
         read = (self.query, self.key, self.value, self.grad_out)
         sizes = (tiles.queries, tiles.keys, tiles.keys, tiles.queries)
-        _queries_kernel[_grid(tiles, batch * num_heads, triton.cdiv(length_q, tiles.queries))](
+        _queries_kernel[(batch * num_heads * triton.cdiv(length_q, tiles.queries),)](
             *_sources(tiles, sizes, *read),
             grad_query,
             numbers,
@@ -666,7 +667,7 @@ class Problem:
         num_heads, length_k, dim = self.key.shape[1:]
         length_q = self.query.shape[2]
         group = self.query.shape[1] // num_heads
-        _kept_kernel[_grid(tiles, len(heads) * group, triton.cdiv(length_q, SIDE))](
+        _kept_kernel[(len(heads) * group * triton.cdiv(length_q, SIDE),)](
             kept,
             self.key,
             grad_query,
@@ -680,7 +681,7 @@ class Problem:
             KEYS=tiles.keys,
             DIM=dim,
             CAUSAL=self.causal,
-            HEADS_FIRST=tiles.heads_first,
+            BUNDLE=tiles.bundle,
             CUT=length_k % tiles.keys != 0,
             SIDE=SIDE,
             num_warps=tiles.warps,

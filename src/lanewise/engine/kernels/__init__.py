@@ -1,0 +1,1 @@
+"""Kernels in Triton. Their modules are imported where there is a GPU, and nowhere else."""
