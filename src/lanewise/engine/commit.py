@@ -11,15 +11,15 @@ import torch
 
 from lanewise.config import NonFinite
 from lanewise.engine import sum as sums
-from lanewise.engine.finite import FiniteCheck, is_finite
+from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.homes import Home
 from lanewise.engine.optimizer import Slice, SlicedOptimizer, divide
 from lanewise.engine.precision import LossScale
 from lanewise.engine.report import RankReport, StepReport
 from lanewise.engine.strategies import GradientSum, Strategy
 from lanewise.engine.unit import Flat
+from lanewise.engine.verdict import Verdict
 from lanewise.engine.world import World
-from lanewise.lanes.layout import Part
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class Committer:
                     tensor = values[part.offset : part.offset + part.stop - part.start]
                     slices.append(Slice(flat, part, owner, tensor))
         self.optimizer = SlicedOptimizer(optimizer, slices)
+        flats = {flat.number: flat for flat in self._flats}
+        stored = {key: master for key, master in self.masters.items() if not self._home.rounds(flats[key[0]])}
+        self._masters = list(stored.values())
+        self._rounded = [self.stored(flats[number], owner) for number, owner in stored]
 
     def values(self, flat: Flat, owner: int) -> torch.Tensor:
         """What the optimizer works on of an owner's slots: the master where there is one."""
@@ -95,33 +99,58 @@ class Committer:
 
     def examine(self, report: RankReport, wants_norm: bool) -> None:
         """Note what this rank's sums say: whether they are finite, and their squares by slot."""
-        report.bad_total = self._first_bad()
-        bad = [(lane, self._index[flat, field]) for lane, flat, field in self._check.leaves]
-        report.bad_leaf = min(bad, default=None)
+        report.bad_total, report.bad_leaves = self._check.found()
         if wants_norm:
-            report.slot_squares = self._squares()
+            report.slot_squares = self.squares().tolist()
+
+    def squares(self) -> torch.Tensor:
+        """The squares of what this rank owns, by slot."""
+        low, high = self._world.slots[self._world.rank]
+        squares = torch.zeros(high - low, dtype=torch.float64, device=self._world.device)
+        for flat in self._flats:
+            total = self._sum.total(flat, self._world.rank)
+            sums.add_squares(total, flat.layout.slot, squares)
+        return squares
 
     def commit(self, report: StepReport, clip: float | None, clip_value: float | None) -> Outcome:
         """Decide, and step."""
-        overflowed = any(index >= 0 for index in report.bad_totals)
+        divisor, outcome = self.decide(report, clip)
+        if not outcome.skipped:
+            self._step(report.present, divisor, None, clip_value)
+        self.scale.update(report.bad_total is not None)
+        return outcome
+
+    def commit_unseen(self, present: Sequence[bool], verdict: Verdict, clip_value: float | None) -> None:
+        """Step as the device has decided."""
+        self._step(present, 1.0, verdict, clip_value)
+
+    def decide(self, report: StepReport, clip: float | None) -> tuple[float, Outcome]:
+        """By what to divide the sums, and what becomes of the step."""
+        overflowed = report.bad_total is not None
         is_routine = self.scale.can_shrink or self._nonfinite == "skip"
         skipped = overflowed and (is_routine or self._nonfinite == "raise")
         refusal = self._describe_bad(report) if skipped and not is_routine else None
-        scale = self.scale.value
-        divisor = report.total_weight * scale
+        divisor = report.total_weight * self.scale.value
         norm = None
         if clip is not None:
             norm = report.norm_of_sum / divisor
             factor = clip / (norm + 1e-6)
             divisor = divisor / factor if 0.0 < factor < 1.0 or math.isnan(factor) else divisor
             divisor = math.inf if factor == 0.0 else divisor
-        if not skipped:
-            self._step(report.present, divisor, clip_value)
-        self.scale.update(overflowed)
-        return Outcome(report.mean_loss, report.total_weight, norm, skipped, refusal, scale)
+        loss, weight = report.mean_loss, report.total_weight
+        return divisor, Outcome(loss, weight, norm, skipped, refusal, self.scale.value)
 
-    def _step(self, present: Sequence[bool], divisor: float, clip_value: float | None) -> None:
-        if clip_value is not None or (self._updates_everything and not self._divides_later(divisor)):
+    def _step(
+        self, present: Sequence[bool], divisor: float, verdict: Verdict | None, clip_value: float | None
+    ) -> None:
+        if verdict is not None and clip_value is not None:
+            totals = [self._sum.total(flat, self._world.rank) for flat in self._flats]
+            for total in totals:
+                total.div_(verdict.divisor.to(total.dtype)).clamp_(-clip_value, clip_value)
+            verdict = Verdict(torch.ones_like(verdict.divisor), verdict.refused)
+        elif verdict is None and (
+            clip_value is not None or (self._updates_everything and not self._divides_later(divisor))
+        ):
             for flat in self._flats:
                 total = self._sum.total(flat, self._world.rank)
                 divide(total, divisor)
@@ -133,10 +162,9 @@ class Committer:
             if self._world.transport.is_shared:
                 self._world.transport.barrier("the gather of gradients")
         gradients = [self._gradient(piece, present) for piece in self.optimizer.slices]
-        self.optimizer.step(gradients, divisor)
-        for (number, owner), master in self.masters.items():
-            flat = next(f for f in self._flats if f.number == number)
-            self.stored(flat, owner).copy_(master)
+        self.optimizer.step(gradients, divisor, verdict)
+        if self._masters:
+            torch._foreach_copy_(self._rounded, self._masters)
 
     def _divides_later(self, divisor: float) -> bool:
         """Whether the optimizer may divide the sums itself: it writes them back, so not where others read them."""
@@ -147,30 +175,6 @@ class Committer:
             return None
         part = piece.part
         return self._sum.total(piece.flat, piece.owner)[part.offset : part.offset + part.stop - part.start]
-
-    def _my_parts(self, flat: Flat) -> tuple[Part, ...]:
-        return flat.layout.parts(self._world.my_span(flat))
-
-    def _first_bad(self) -> int:
-        """The first parameter of this rank's slots whose sum is not finite, or -1."""
-        for flat in self._flats:
-            if flat.number not in self._check.flats:
-                continue
-            total = self._sum.total(flat, self._world.rank)
-            for part in self._my_parts(flat):
-                if not is_finite(total[part.offset : part.offset + part.stop - part.start]):
-                    return self._index[flat.number, part.field]
-        return -1
-
-    def _squares(self) -> list[float]:
-        low, high = self._world.slots[self._world.rank]
-        squares = torch.zeros(high - low, dtype=torch.float64, device=self._world.device)
-        for flat in self._flats:
-            total = self._sum.total(flat, self._world.rank)
-            for slot in range(high - low):
-                stretch = total[slot * flat.layout.slot : (slot + 1) * flat.layout.slot]
-                squares[slot] += sums.sum_of_squares(stretch)
-        return [float(value) for value in squares.tolist()]
 
     def _describe_bad(self, report: StepReport) -> str:
         def name(index: int) -> str:
@@ -184,5 +188,10 @@ class Committer:
         if report.bad_leaf is not None:
             lane, index = report.bad_leaf
             return f"the gradient of {name(index)} is not finite in lane {lane}. {advice}"
-        first = min(index for index in report.bad_totals if index >= 0)
-        return f"the gradient of {name(first)} is finite in every lane, but its sum over the lanes is not. {advice}"
+        assert report.bad_total is not None
+        if self._world.runs_ahead:
+            return f"the gradient of {name(report.bad_total)} has a sum over the lanes that is not finite. {advice}"
+        return (
+            f"the gradient of {name(report.bad_total)} is finite in every lane, but its sum over the lanes is not. "
+            f"{advice}"
+        )

@@ -3,11 +3,20 @@
 import ctypes
 import platform
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from lanewise import env
+
+_PAUSE_S = 0.00005
+"""Between two looks at a GPU."""
 
 
 def choose(local_rank: int) -> torch.device:
@@ -56,3 +65,82 @@ def synchronize(device: torch.device) -> None:
     """Wait for what was started on a GPU; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels written in Triton run on a device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+class Mark:
+    """A point in the work of a queue. On a CPU all work before it is done."""
+
+    def __init__(self, queue: "Queue") -> None:
+        """The point that a queue has come to."""
+        self._event = torch.cuda.Event() if queue.stream is not None else None
+        if self._event is not None:
+            self._event.record(queue.stream)
+
+    def hold_back(self, queue: "Queue") -> None:
+        """Have a queue go on only after this point. The host does not wait."""
+        if self._event is not None:
+            self._event.wait(queue.stream)
+
+    def is_reached(self, limit: timedelta) -> bool:
+        """Have the host wait for this point, for so long at most."""
+        if self._event is None or self._event.query():
+            return True
+        deadline = time.monotonic() + limit.total_seconds()
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+
+class Queue:
+    """Work of a device, in order. `stream` is torch's name for it, None on a CPU, where all work is done at once.
+
+    Held as an object, because to ask torch for the present one takes longer than to use it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    @classmethod
+    def present(cls, device: torch.device) -> "Queue":
+        """The queue that the model's work goes to."""
+        return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+    @classmethod
+    def another(cls, device: torch.device) -> "Queue":
+        """One for what may go on while the model computes."""
+        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    @contextmanager
+    def in_place_of(self, main: "Queue") -> Iterator[None]:
+        """What is started inside goes here, and then to `main` again."""
+        if self.stream is None:
+            yield
+            return
+        torch.cuda.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(main.stream)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start a copy of a tensor to memory of the host; it is there when a later `Mark` is reached."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)
+
+
+def from_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Start a copy of a host's tensor to a device, without waiting for what the device does now."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -72,26 +72,15 @@ class EagerSum:
         self._schedule = schedule
         self._program = owner_program_eager(schedule)
         for flat in self._flats:
-            low, high = self._world.my_span(flat)
-            registers = self._registers[flat.number]
-            while len(registers) < self._program.num_registers:
-                registers.append(torch.zeros(high - low, dtype=flat.sum_dtype, device=self._world.device))
-            del registers[self._program.num_registers :]
+            self._find_registers(flat)
 
     def deposit(self, unit: Unit, leaves: Sequence[Leaf] | None) -> None:
         """Send one lane's gradients of a unit to their owners. None: this rank only receives this round."""
         assert self._schedule is not None
-        row = self._schedule.table[self._number]
         if self._announced is None and not self._is_followed:
             self._announced = self._world.transport.announce("the exchange of gradients")
-        senders = [rank for rank in self._world.others if row[rank] is not None]
         for number, flat in enumerate(unit.trainable):
-            leaf = leaves[number] if leaves is not None else None
-            for piece in self._pieces[flat.number]:
-                transfer = self._offers[flat.dtype].open(flat, piece, leaf, senders, self._announced)
-                self._opened.append(_Open(flat, piece, transfer, leaf, self._number))
-                while len(self._opened) > _LAG:
-                    self._collect()
+            self._send(flat, leaves[number] if leaves is not None else None)
 
     def end_round(self) -> None:
         """The lane of this round has left every unit."""
@@ -123,6 +112,30 @@ class EagerSum:
         pending = sum(t.nbytes for registers in self._registers.values() for t in registers)
         offered = sum(offers.num_bytes for offers in self._offers.values())
         return {"gradients": pending, "exchange": offered + self._world.transport.received_bytes}
+
+    @property
+    def present_bytes(self) -> dict[str, int]:
+        """As much as at any time."""
+        return self.num_bytes
+
+    def _find_registers(self, flat: Flat) -> None:
+        """Room for as many pending subtrees as the program needs."""
+        low, high = self._world.my_span(flat)
+        registers = self._registers[flat.number]
+        while len(registers) < self._program.num_registers:
+            registers.append(torch.zeros(high - low, dtype=flat.sum_dtype, device=self._world.device))
+        del registers[self._program.num_registers :]
+
+    def _send(self, flat: Flat, leaf: Leaf | None) -> None:
+        """Start the exchange of a flat, piece by piece."""
+        assert self._schedule is not None
+        row = self._schedule.table[self._number]
+        senders = [rank for rank in self._world.others if row[rank] is not None]
+        for piece in self._pieces[flat.number]:
+            transfer = self._offers[flat.dtype].open(flat, piece, leaf, senders, self._announced)
+            self._opened.append(_Open(flat, piece, transfer, leaf, self._number))
+            while len(self._opened) > _LAG:
+                self._collect()
 
     def _collect(self) -> None:
         item = self._opened.popleft()

@@ -120,6 +120,7 @@ def _keep(engine: Engine, flat: Flat, values: torch.Tensor) -> None:
             is_new = written != committer.stored(flat, owner)
             master.copy_(torch.where(is_new, written.to(master.dtype), master))
     low, high = world.my_span(flat)
-    engine.home.mine(flat).copy_(values[low:high])
+    if not engine.home.rounds(flat):
+        engine.home.mine(flat).copy_(values[low:high])
     if not engine.home.frees and not isinstance(engine.home, HostHome):
         flat.storage.copy_(values)

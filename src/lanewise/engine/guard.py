@@ -1,8 +1,9 @@
 """Parameters whose values are elsewhere: touching one raises an error that names it.
 
 While a parameter's storage is freed, the parameter (one object, not its class's other instances) carries
-a class whose every use but the harmless ones raises. Beneath it lies a single NaN stretched to its shape,
-so that even code which gets past the class reads no freed memory.
+a class whose every use but the harmless ones raises. Where freed memory could still be read, a single NaN
+stretched to its shape lies beneath it, for code that gets past the class; elsewhere torch itself refuses
+to read a storage without memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -109,14 +110,17 @@ def label(parameter: nn.Parameter, name: str, unit: str) -> None:
 
 def send_away(parameter: nn.Parameter) -> None:
     """Make every use of the values an error."""
-    parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
     parameter.__class__ = _away_class(parameter.__dict__[_ORIGINAL])
 
 
-def bring_back(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Make the parameter itself again, with these values."""
+def blank(parameter: nn.Parameter) -> None:
+    """Lay a NaN beneath a parameter that is about to be sent away."""
+    parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
+
+
+def bring_back(parameter: nn.Parameter) -> None:
+    """Make the parameter itself again."""
     parameter.__class__ = parameter.__dict__[_ORIGINAL]
-    parameter.data = values
 
 
 def is_away(parameter: nn.Parameter) -> bool:

@@ -5,6 +5,7 @@ new values visible everywhere. It never adds a gradient and never runs a model.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from lanewise.engine.transport.messages import MessageTransport
 from lanewise.engine.transport.protocol import Arrival
 from lanewise.engine.unit import Flat, Unit, all_flats
 from lanewise.engine.world import World
+from lanewise.lanes.hosting import Span
 from lanewise.lanes.layout import round_up
 
 _GATHER = "the gather of unit "
@@ -26,21 +28,32 @@ class Home(Protocol):
 
     frees: bool
     """Whether values go away between uses."""
+    is_safe: bool
+    """Whether torch refuses to read values that are away."""
 
-    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
-        """Take a unit's first values, by flat: bind its parameters and keep what this rank keeps."""
+    def settle(
+        self, unit: Unit, values: Mapping[int, torch.Tensor], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Take a unit's first values, by flat: bind its parameters and keep what this rank keeps.
+
+        `masters` has the wide copy of what this rank owns, where there is one.
+        """
+        ...
+
+    def rounds(self, flat: Flat) -> bool:
+        """Whether the stored values of what this rank owns are made from the master whenever they are needed."""
         ...
 
     def mine(self, flat: Flat) -> torch.Tensor:
-        """The values of the slots that this rank owns, as stored."""
+        """The values of the slots that this rank owns, as stored; not to be written to where `rounds` says so."""
         ...
 
     def prefetch(self, unit: Unit) -> None:
         """Start to bring a unit here."""
         ...
 
-    def need(self, unit: Unit) -> None:
-        """Have a unit's values here when this returns."""
+    def need(self, unit: Unit) -> bool:
+        """Have a unit's values here when this returns. Says whether they were not."""
         ...
 
     def spare(self, unit: Unit) -> None:
@@ -61,7 +74,12 @@ class Home(Protocol):
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Memory by what it is for; what ranks share is counted in equal parts."""
+        """Memory by what it is for; what ranks share is counted in equal parts, what comes and goes at its most."""
+        ...
+
+    @property
+    def present_bytes(self) -> dict[str, int]:
+        """What is in use now."""
         ...
 
 
@@ -69,16 +87,23 @@ class PrivateHome:
     """Every rank keeps everything for itself and updates everything (ddp)."""
 
     frees = False
+    is_safe = True
 
     def __init__(self, world: World, units: Sequence[Unit]) -> None:
         self._world = world
         self._units = units
 
-    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+    def settle(
+        self, unit: Unit, values: Mapping[int, torch.Tensor], masters: Mapping[int, torch.Tensor]
+    ) -> None:
         """Keep all."""
         for flat in unit.flats:
             flat.storage = values[flat.number]
             flat.bind()
+
+    def rounds(self, flat: Flat) -> bool:
+        """Stored values stand beside their masters."""
+        return False
 
     def mine(self, flat: Flat) -> torch.Tensor:
         """A part of the whole."""
@@ -88,8 +113,9 @@ class PrivateHome:
     def prefetch(self, unit: Unit) -> None:
         """Nothing is ever away."""
 
-    def need(self, unit: Unit) -> None:
+    def need(self, unit: Unit) -> bool:
         """Nothing is ever away."""
+        return False
 
     def spare(self, unit: Unit) -> None:
         """Nothing ever goes."""
@@ -109,6 +135,11 @@ class PrivateHome:
     def num_bytes(self) -> dict[str, int]:
         """All of it."""
         return {"parameters": sum(flat.num_bytes for flat in all_flats(self._units))}
+
+    @property
+    def present_bytes(self) -> dict[str, int]:
+        """The same at any time."""
+        return self.num_bytes
 
 
 class ReplicatedHome(PrivateHome):
@@ -142,7 +173,9 @@ class HostHome(PrivateHome):
             start = starts[flat.number]
             flat.storage = memory[start : start + flat.num_bytes].view(flat.dtype)
 
-    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+    def settle(
+        self, unit: Unit, values: Mapping[int, torch.Tensor], masters: Mapping[int, torch.Tensor]
+    ) -> None:
         """Write this rank's slots; the others write theirs."""
         for flat in unit.flats:
             low, high = self._world.my_span(flat)
@@ -163,8 +196,25 @@ class Place(Enum):
     HERE = "here"
 
 
+@dataclass(eq=False)
+class _Shard:
+    """One flat under zero3."""
+
+    place: torch.Tensor
+    """The memory of all values while they are here."""
+    mine: torch.Tensor
+    """The part of it that this rank owns."""
+    kept: torch.Tensor
+    """What this rank keeps of it for good: its own values, or their wide master."""
+    spans: tuple[Span, ...]
+
+
 class ShardedHome:
-    """A rank keeps the values of its slots, and everything else only while it is used (zero3)."""
+    """A rank keeps the values of its slots, and everything else only while it is used (zero3).
+
+    Where a parameter has a wide master, that is all a rank keeps: the stored values are rounded from it into
+    their place at each gather.
+    """
 
     frees = True
 
@@ -172,55 +222,68 @@ class ShardedHome:
         self._world = world
         self._units = units
         self._room = room.choose(world.device)
-        self._places: dict[int, torch.Tensor] = {}
-        """The memory of each flat's values while they are here."""
-        self._shards: dict[int, torch.Tensor] = {}
+        self.is_safe = self._room.is_safe
+        self._shards: dict[int, _Shard] = {}
         self._place = {unit.number: Place.HERE for unit in units}
         self._arrivals: dict[int, list[Arrival]] = {}
+        self._gathered_bytes = 0
         self._peak_bytes = 0
 
-    def settle(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+    def settle(
+        self, unit: Unit, values: Mapping[int, torch.Tensor], masters: Mapping[int, torch.Tensor]
+    ) -> None:
         """Keep this rank's slots; let the rest go."""
         for flat in unit.flats:
-            self._find_place(flat)
-            flat.storage.copy_(values[flat.number])
+            kept = masters.get(flat.number)
             low, high = self._world.my_span(flat)
-            self._shards[flat.number] = flat.storage[low:high].clone()
+            if kept is None:
+                kept = values[flat.number][low:high].clone()
+            self._find_place(flat, kept)
+            flat.storage.copy_(values[flat.number])
             flat.bind()
             for name, parameter in zip(flat.names, flat.parameters, strict=True):
                 guard.label(parameter, name, unit.name)
+            self._gathered_bytes += flat.num_bytes
         self.spare(unit)
+
+    def rounds(self, flat: Flat) -> bool:
+        """Where there is a master."""
+        return flat.has_master
 
     def mine(self, flat: Flat) -> torch.Tensor:
         """This rank's slots."""
-        return self._shards[flat.number]
+        return self._shards[flat.number].kept.to(flat.dtype)
 
     def prefetch(self, unit: Unit) -> None:
         """Find memory again and start the gather."""
         if self._place[unit.number] is not Place.AWAY:
             return
         arrivals = []
+        where = _GATHER + unit.name
         for flat in unit.flats:
-            self._room.fill(self._places[flat.number])
-            low, high = self._world.my_span(flat)
-            flat.storage[low:high].copy_(self._shards[flat.number])
-            where = _GATHER + unit.name
-            arrivals.append(self._world.transport.gather(flat.storage, self._world.spans(flat), where))
+            shard = self._shards[flat.number]
+            self._room.fill(shard.place)
+            shard.mine.copy_(shard.kept)
+            arrivals.append(self._world.transport.gather(flat.storage, shard.spans, where))
+            self._gathered_bytes += flat.num_bytes
         self._arrivals[unit.number] = arrivals
         self._place[unit.number] = Place.COMING
-        self._peak_bytes = max(self._peak_bytes, self._gathered_bytes())
+        self._peak_bytes = max(self._peak_bytes, self._gathered_bytes)
 
-    def need(self, unit: Unit) -> None:
+    def need(self, unit: Unit) -> bool:
         """Wait for the gather, starting it if nobody has."""
         if self._place[unit.number] is Place.HERE:
-            return
+            return False
         self.prefetch(unit)
         for arrival in self._arrivals.pop(unit.number):
             arrival.wait()
         for flat in unit.flats:
-            for index, parameter in enumerate(flat.parameters):
-                guard.bring_back(parameter, flat.view(index))
+            for parameter in flat.parameters:
+                guard.bring_back(parameter)
+            if not self._room.is_safe:
+                flat.bind()
         self._place[unit.number] = Place.HERE
+        return True
 
     def spare(self, unit: Unit) -> None:
         """Free the unit's memory. What is on its way is let in first."""
@@ -229,15 +292,19 @@ class ShardedHome:
         self.need(unit)
         for flat in unit.flats:
             for parameter in flat.parameters:
+                if not self._room.is_safe:
+                    guard.blank(parameter)
                 guard.send_away(parameter)
-            self._room.empty(self._places[flat.number])
+            self._room.empty(self._shards[flat.number].place)
+            self._gathered_bytes -= flat.num_bytes
         self._place[unit.number] = Place.AWAY
 
     def give_away(self, unit: Unit) -> None:
         """Let the unit go, and its memory stay with whoever holds a view of it."""
         self.need(unit)
         for flat in unit.flats:
-            self._find_place(flat)
+            self._find_place(flat, self._shards[flat.number].kept)
+            flat.bind()
         self.spare(unit)
 
     def follow(self, leader: int) -> None:
@@ -253,15 +320,18 @@ class ShardedHome:
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """The slots of this rank, and the most that was gathered at a time."""
-        shards = sum(shard.nbytes for shard in self._shards.values())
+        """The slots of this rank that have no master, and the most that was gathered at a time."""
+        flats = all_flats(self._units)
+        shards = sum(self._shards[flat.number].kept.nbytes for flat in flats if not flat.has_master)
         return {"parameters": shards, "gathered": self._peak_bytes}
 
-    def _find_place(self, flat: Flat) -> None:
-        self._places[flat.number] = self._room.make(flat.num_bytes)
-        flat.storage = self._places[flat.number].view(flat.dtype)
+    @property
+    def present_bytes(self) -> dict[str, int]:
+        """The slots of this rank, and what is gathered."""
+        return {**self.num_bytes, "gathered": self._gathered_bytes}
 
-    def _gathered_bytes(self) -> int:
-        return sum(
-            flat.num_bytes for u in self._units for flat in u.flats if self._place[u.number] is not Place.AWAY
-        )
+    def _find_place(self, flat: Flat, kept: torch.Tensor) -> None:
+        place = self._room.make(flat.num_bytes)
+        flat.storage = place.view(flat.dtype)
+        low, high = self._world.my_span(flat)
+        self._shards[flat.number] = _Shard(place, flat.storage[low:high], kept, self._world.spans(flat))

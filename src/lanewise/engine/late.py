@@ -157,6 +157,11 @@ class LateSum:
             "exchange": scratch + received,
         }
 
+    @property
+    def present_bytes(self) -> dict[str, int]:
+        """As much as at any time."""
+        return self.num_bytes
+
     def _open_waiting(self) -> None:
         while self._waiting:
             flat, leaf = self._waiting.popleft()

@@ -94,6 +94,11 @@ class NativeSum:
         """Memory by what it is for."""
         return {"gradients": sum(t.nbytes for t in self._sums.values()), "exchange": 0}
 
+    @property
+    def present_bytes(self) -> dict[str, int]:
+        """As much as at any time."""
+        return self.num_bytes
+
     def _send_once(self, flat: Flat) -> None:
         where = f"the backend's sum of gradients of unit {flat.unit_name}"
         whole = self._sums[flat.number]

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lanewise.engine import hashing
 from lanewise.engine.moments import Moments
 from lanewise.engine.unit import Flat
+from lanewise.engine.verdict import Verdict
 from lanewise.errors import OptimizerError, StepError
 from lanewise.lanes.layout import Part
 
@@ -108,13 +109,16 @@ class SlicedOptimizer:
             found[f"optimizer group {number}"] = hashing.short(words)
         return found
 
-    def step(self, gradients: Sequence[torch.Tensor | None], divisor: float) -> None:
+    def step(
+        self, gradients: Sequence[torch.Tensor | None], divisor: float, verdict: Verdict | None = None
+    ) -> None:
         """One step on sums of gradients, each divided by `divisor` first; None leaves a slice alone.
 
-        A fused optimizer divides within its own pass over memory, to the same bits.
+        A fused optimizer divides within its own pass over memory, to the same bits, and as the device decided where
+        there is a `verdict`.
         """
         optimizer: Any = self.optimizer
-        passed_on = divisor != 1.0 and self.divides_by(divisor)
+        passed_on = verdict is not None or (divisor != 1.0 and self.divides_by(divisor))
         if not passed_on:
             for gradient in gradients:
                 if gradient is not None:
@@ -123,7 +127,9 @@ class SlicedOptimizer:
             piece.tensor.grad = gradient
         self._is_stepping = True
         try:
-            if passed_on:
+            if verdict is not None:
+                optimizer.grad_scale, optimizer.found_inf = verdict.divisor, verdict.refused
+            elif passed_on:
                 device = self.slices[0].tensor.device if self.slices else "cpu"
                 optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)
                 optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -140,9 +146,15 @@ class SlicedOptimizer:
 
     def divides_by(self, divisor: float) -> bool:
         """Whether the optimizer's own kernel divides by just this number: it takes an fp32."""
+        return self.takes_verdicts and _fits(divisor, torch.float32)
+
+    @property
+    def takes_verdicts(self) -> bool:
+        """Whether the optimizer's own kernel divides, and leaves everything alone where it is told to."""
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        takes_one = is_fused and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-        return takes_one and self._is_fp32 and _fits(divisor, torch.float32)
+        return (
+            is_fused and self._is_fp32 and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        )
 
     def state_of(self, piece: Slice) -> dict[str, torch.Tensor]:
         """The optimizer's state of a slice, by name; single numbers as tensors without dimensions."""
@@ -170,7 +182,7 @@ class SlicedOptimizer:
 
 def _plain(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return repr(value.tolist()) if value.numel() == 1 and not value.is_meta else ""
+        return repr(value.tolist()) if value.numel() == 1 and value.device.type == "cpu" else ""
     items = value if isinstance(value, (tuple, list)) else (value,)
     return repr(value) if all(isinstance(item, (bool, int, float, str, type(None))) for item in items) else ""
 

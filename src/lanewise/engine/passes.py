@@ -5,6 +5,9 @@ backward reaches a node, it is done with every node of a higher number: the grad
 first call began later are complete, and their values may go. That needs a hook on a unit's outputs only,
 none on a parameter. Where backward comes to a unit in another way (a loss kept aside, an output that is
 no plain tensor), `saved` brings the values back and the gradients are complete when all of backward is.
+
+Looking at everything that is saved costs as much Python as the rest together. Where torch itself refuses to read
+values that are away, it is done once for each shape of a graph: if nothing had to be brought back then, nothing will.
 """
 
 from collections.abc import Callable
@@ -18,12 +21,22 @@ from torch.utils._pytree import tree_leaves
 from lanewise.engine.homes import Home
 from lanewise.engine.saved import SavedValues
 from lanewise.engine.unit import Unit
+from lanewise.errors import ModelError
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread will get."""
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Which backward is running: one inside another (reentrant checkpointing) has an id of its own."""
+
+_Shape = tuple[tuple[int, int, int, bool], ...]
+"""The calls of a lane: the unit, the nodes at which it began and ended, and whether backward announces it."""
+_NO_DATA = "data is not allocated yet"
+_PAST_OUTPUTS = (
+    "backward came to a unit past its outputs (by a tensor that its forward left somewhere, in an attribute, say), for "
+    "the first time in a graph of this shape, and its parameters are with their owners. Return such tensors from the "
+    "unit's forward, or choose units with run.prepare(..., units=[...]) that contain their use."
+)
 
 
 @dataclass(eq=False)
@@ -61,6 +74,13 @@ class Passes:
         """Units whose values somebody may use for good, because a view of them was given away."""
         self._num_holds = 0
         self._is_training = False
+        self.observer: Callable[[], None] | None = None
+        """Called wherever a unit begins or ends."""
+        self._first_node = 0
+        self._known_graphs: set[_Shape] = set()
+        """The shapes of graphs in which every unit was entered by its outputs."""
+        self._is_known = False
+        """Whether the last graph had such a shape."""
 
     @property
     def is_training(self) -> bool:
@@ -90,8 +110,10 @@ class Passes:
         """Forwards and a backward come next. The root's values are here from now on, whatever is called."""
         self.reset()
         self._is_training = True
+        self._first_node = _next_node()
         if self._home.frees:
-            self._saved.enter()
+            if not (self._is_known and self._home.is_safe):
+                self._saved.enter()
             self._home.need(self._units[0])
 
     def end_lane(self) -> None:
@@ -126,13 +148,24 @@ class Passes:
 
         The root stays, for the next forward of the lane.
         """
+        shape = tuple(
+            (c.unit.number, c.began - self._first_node, c.ended - self._first_node, c.enters)
+            for c in self._calls
+        )
         self._in_backward = True
         handle = loss.register_hook(self._begin_task)
         try:
             torch.autograd.backward(loss, gradient)
+        except RuntimeError as error:
+            if _NO_DATA in str(error):
+                raise ModelError(_PAST_OUTPUTS) from error
+            raise
         finally:
             handle.remove()
             self._in_backward = False
+        if self._saved.is_listening and not self._saved.has_brought_back:
+            self._known_graphs.add(shape)
+        self._is_known = shape in self._known_graphs
         if records:
             self._order = self._called
         self.reset()
@@ -146,6 +179,8 @@ class Passes:
 
     def before_forward(self, unit: Unit) -> None:
         """A unit is called."""
+        if self.observer is not None:
+            self.observer()
         if self._in_backward:
             self._recomputed(unit)
             return
@@ -184,6 +219,8 @@ class Passes:
 
     def entered(self, call: _Call) -> None:
         """A backward has come to the end of a call."""
+        if self.observer is not None:
+            self.observer()
         if not self._is_outer_backward():
             if not self._in_backward and call.unit.number:
                 self._linger(call.unit)

@@ -63,7 +63,7 @@ def prepare(
 
 def _settle(unit: Unit, engine: Engine) -> bytes:
     """Move a unit's values into its flats; returns their hash."""
-    values = {}
+    values, masters = {}, {}
     for flat in unit.flats:
         wide = torch.zeros(flat.layout.length, dtype=flat.update_dtype, device=engine.world.device)
         for place, parameter in zip(flat.layout.fields, flat.parameters, strict=True):
@@ -73,9 +73,10 @@ def _settle(unit: Unit, engine: Engine) -> bytes:
             for owner in engine.committer.owners:
                 low, high = engine.world.spans(flat)[owner]
                 engine.committer.masters[flat.number, owner] = wide[low:high].clone()
+            masters[flat.number] = engine.committer.masters[flat.number, engine.world.rank]
         values[flat.number] = wide.to(flat.dtype)
     digest = hashing.of(values.values())
-    engine.home.settle(unit, values)
+    engine.home.settle(unit, values, masters)
     return digest
 
 

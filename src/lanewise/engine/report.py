@@ -5,16 +5,18 @@ come to the same decision from the same numbers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from lanewise.engine.sum import tree_sum
-from lanewise.engine.transport.protocol import Transport
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.schedule import Schedule
 
+NOTHING = 1 << 62
+"""In the place of a parameter or a position where nothing is bad; fp64 holds it exactly."""
 PLAIN, WEIGHTED = 1, 2
 """A loss that is a mean, and one that is a sum with its weight."""
 
@@ -39,10 +41,10 @@ class RankReport:
     """The trainable parameters that got a gradient in some lane."""
     slot_squares: Sequence[float] = ()
     """The sum of squares of each slot it owns, where the norm is wanted."""
-    bad_total: int = -1
-    """The first parameter whose summed gradient is not finite, or -1."""
-    bad_leaf: tuple[int, int] | None = None
-    """The first lane, and in it the first parameter, whose gradient is not finite."""
+    bad_total: int = NOTHING
+    """The first parameter whose summed gradient is not finite."""
+    bad_leaves: Mapping[int, int] = field(default_factory=dict)
+    """The lanes that have a gradient which is not finite, with the first such parameter."""
     changed_buffers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     options: Mapping[str, int] = field(default_factory=dict)
     """What the user chose for this step, by what it is called: hashes of up to 52 bits."""
@@ -55,8 +57,9 @@ class StepReport:
     lanes: tuple[LaneReport, ...]
     present: tuple[bool, ...]
     slot_squares: tuple[float, ...]
-    bad_totals: tuple[int, ...]
+    bad_total: int | None
     bad_leaf: tuple[int, int] | None
+    """The first lane with a gradient that is not finite, and in it the first such parameter."""
     changed_buffers: tuple[bool, ...]
     other_options: Mapping[str, tuple[int, ...]]
     """What ranks chose otherwise than rank 0, and which ranks."""
@@ -81,48 +84,69 @@ class StepReport:
         return math.sqrt(tree_sum(self.slot_squares))
 
 
-def exchange_reports(
-    mine: RankReport,
-    transport: Transport,
-    schedule: Schedule,
-    slots: Sequence[Span],
-    num_parameters: int,
-    where: str,
-) -> StepReport:
-    """Put the reports of all ranks together."""
-    lanes = schedule.lanes
-    table = torch.zeros(lanes, 4, dtype=torch.float64)
-    for lane, report in mine.lanes.items():
-        row = [report.loss, report.weight, report.is_padding, report.ways]
-        table[lane] = torch.tensor(row, dtype=torch.float64)
-    squares = torch.zeros(lanes, dtype=torch.float64)
-    low, high = slots[transport.rank]
-    if mine.slot_squares:
-        squares[low:high] = torch.tensor(mine.slot_squares, dtype=torch.float64)
-    present = torch.zeros(num_parameters, dtype=torch.float64)
-    if mine.present:
-        present[sorted(mine.present)] = 1.0
-    parts = [
-        table.view(-1),
-        squares,
-        torch.tensor([mine.bad_total, *(mine.bad_leaf or (-1, -1))], dtype=torch.float64),
-        present,
-        mine.changed_buffers.double(),
-        torch.tensor([*mine.options.values()], dtype=torch.float64),
-    ]
-    rows = transport.share(torch.cat(parts), where)
-    tables, all_squares, bad, presents, buffers, options = rows.split([part.numel() for part in parts], dim=1)
-    lane_rows = [tables[rank].view(lanes, 4)[lane].tolist() for lane, rank in enumerate(schedule.host)]
-    owner = {slot: rank for rank, (start, stop) in enumerate(slots) for slot in range(start, stop)}
-    return StepReport(
-        lanes=tuple(LaneReport(loss, weight, bool(pad), int(ways)) for loss, weight, pad, ways in lane_rows),
-        present=tuple((presents.amax(dim=0) > 0).tolist()) if num_parameters else (),
-        slot_squares=tuple(float(all_squares[owner[slot], slot]) for slot in range(lanes)),
-        bad_totals=tuple(int(value) for value in bad[:, 0].tolist()),
-        bad_leaf=min(((int(lane), int(index)) for _, lane, index in bad.tolist() if lane >= 0), default=None),
-        changed_buffers=tuple((buffers.amax(dim=0) > 0).tolist()) if mine.changed_buffers.numel() else (),
-        other_options=_differences(tuple(mine.options), options.tolist()),
-    )
+@dataclass(frozen=True)
+class Form:
+    """Where everything stands in the row of fp64 numbers that a rank's report is sent as."""
+
+    lanes: int
+    slots: tuple[Span, ...]
+    """The slots of every rank."""
+    num_parameters: int
+    num_buffers: int
+    options: tuple[str, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths of the parts: lanes, squares, what is bad, presence, buffers, options."""
+        return (
+            4 * self.lanes, self.lanes, 1 + self.lanes, self.num_parameters, self.num_buffers, len(self.options),
+        )  # fmt: skip
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each part begins, and the length of the row."""
+        return tuple(accumulate(self.sizes, initial=0))
+
+    def fill(self, mine: RankReport, rank: int) -> torch.Tensor:
+        """A rank's row."""
+        lanes, squares, bad, present, _, _ = self.starts[:-1]
+        row = [0.0] * self.starts[-1]
+        for lane, report in mine.lanes.items():
+            row[lanes + 4 * lane : lanes + 4 * lane + 4] = [
+                report.loss, report.weight, report.is_padding, report.ways,
+            ]  # fmt: skip
+        low = squares + self.slots[rank][0]
+        row[low : low + len(mine.slot_squares)] = mine.slot_squares
+        row[bad : bad + 1 + self.lanes] = [
+            float(mine.bad_total), *(float(mine.bad_leaves.get(lane, NOTHING)) for lane in range(self.lanes)),
+        ]  # fmt: skip
+        for index in mine.present:
+            row[present + index] = 1.0
+        row[self.starts[4] :] = [*mine.changed_buffers.tolist(), *mine.options.values()]
+        return torch.tensor(row, dtype=torch.float64)
+
+    def read(
+        self, rows: torch.Tensor, schedule: Schedule, index_of: Callable[[int], int] = lambda index: index
+    ) -> StepReport:
+        """Everybody's rows together. `index_of` turns what a row calls bad into the number of a parameter."""
+        tables, squares, bad, present, buffers, options = rows.split(self.sizes, dim=1)
+        lane_rows = [
+            tables[rank, 4 * lane : 4 * lane + 4].tolist() for lane, rank in enumerate(schedule.host)
+        ]
+        owner = {slot: rank for rank, span in enumerate(self.slots) for slot in range(*span)}
+        worst = [int(number) for number in bad.amin(dim=0).tolist()]
+        found = [None if number >= NOTHING else index_of(number) for number in worst]
+        return StepReport(
+            lanes=tuple(
+                LaneReport(loss, weight, bool(pad), int(ways)) for loss, weight, pad, ways in lane_rows
+            ),
+            present=tuple((present.amax(dim=0) > 0).tolist()) if self.num_parameters else (),
+            slot_squares=tuple(float(squares[owner[slot], slot]) for slot in range(self.lanes)),
+            bad_total=found[0],
+            bad_leaf=next(((lane, index) for lane, index in enumerate(found[1:]) if index is not None), None),
+            changed_buffers=tuple((buffers.amax(dim=0) > 0).tolist()) if self.num_buffers else (),
+            other_options=_differences(self.options, options.tolist()),
+        )
 
 
 def _differences(names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, tuple[int, ...]]:

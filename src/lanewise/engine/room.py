@@ -23,6 +23,9 @@ _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 class Room(Protocol):
     """Makes places whose memory comes and goes."""
 
+    is_safe: bool
+    """Whether torch refuses to read a place that is empty."""
+
     def make(self, num_bytes: int) -> torch.Tensor:
         """A place, filled: bytes of any value."""
         ...
@@ -38,6 +41,8 @@ class Room(Protocol):
 
 class AllocatedRoom:
     """Memory from torch's allocator."""
+
+    is_safe = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,6 +62,8 @@ class AllocatedRoom:
 
 class PagedRoom:
     """Pages that move. A spare chunk of them lives at a home, one that is used at its place."""
+
+    is_safe = False
 
     def __init__(self) -> None:
         self._spare: list[int] = []

@@ -23,11 +23,19 @@ class SavedValues:
         self._home = home
         self._hooks: Any = None
         self._unit_of: dict[int, Unit] = {}
+        self.has_brought_back = False
+        """Whether anything has been read that was away, since `enter`."""
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether `enter` was called and `leave` was not."""
+        return self._hooks is not None
 
     def enter(self) -> None:
         """From now on, know what is saved."""
         self.leave()
         self.refresh()
+        self.has_brought_back = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
             torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
         )
@@ -57,6 +65,6 @@ class SavedValues:
                 f"a tensor of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an inplace "
                 f"operation: it is at version {tensor._version}, and {version} was saved."
             )
-        if unit is not None:
-            self._home.need(unit)
+        if unit is not None and self._home.need(unit):
+            self.has_brought_back = True
         return tensor

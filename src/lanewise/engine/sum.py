@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lanewise.engine import sparse
+from lanewise.engine import device, sparse
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.layout import FlatLayout, Part
 from lanewise.lanes.program import Action, Instruction
@@ -163,6 +163,17 @@ def _pair(target: torch.Tensor, first: Addend, second: Addend) -> None:
         first.write_sum(target, second)
     else:
         torch.add(first, second, out=target)
+
+
+def add_squares(values: torch.Tensor, slot: int, totals: torch.Tensor) -> None:
+    """Add the sum of squares of every slot, so many elements long, to its total."""
+    if device.has_kernels(values.device):
+        from lanewise.engine.kernels import squares
+
+        squares.add_squares(values, slot, totals)
+        return
+    for number, total in enumerate(totals):
+        total += sum_of_squares(values[number * slot : (number + 1) * slot])
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,11 @@ class World:
         return self.transport.is_shared or self.device.type == "cuda"
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether the device computes while the host goes on, so that the host should not wait for what it finds."""
+        return self.device.type == "cuda"
+
+    @property
     def piece_limit(self) -> int:
         """Elements to exchange at once: enough to be worth a message, few enough to be added in a cache."""
         if self.device.type == "cuda":

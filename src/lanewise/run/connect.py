@@ -78,7 +78,8 @@ def _transport(
             side = data if kind == "gloo" else exchange.side_group("gloo", timeout)
         control = exchange.Channel(side, rank, timeout, meeting.blame)
     wire: Wire = PeerWire(control, rank) if device.type == "cpu" else CollectiveWire(data, rank, size)
-    return MessageTransport(meeting, watch, control, wire, rank, size, device)
+    may_hush = device.type == "cuda" and kind == "nccl"
+    return MessageTransport(meeting, watch, control, wire, rank, size, device, timeout, may_hush)
 
 
 def promise(settings: Settings, differences: list[str]) -> str:

@@ -10,7 +10,8 @@ from lanewise.data.loader import Portion
 from lanewise.engine import randomness
 from lanewise.engine.commit import Outcome
 from lanewise.engine.report import PLAIN, WEIGHTED
-from lanewise.errors import NonFiniteError, StepError
+from lanewise.engine.result import Result
+from lanewise.errors import StepError
 
 if TYPE_CHECKING:
     from lanewise.run.session import Run
@@ -38,7 +39,7 @@ class Step:
         self._is_awaiting_backward = False
         self._has_iterated = False
         self._is_complete = False
-        self._outcome: Outcome | None = None
+        self._result: Result | None = None
 
     @property
     def lane(self) -> int:
@@ -112,10 +113,13 @@ class Step:
             )
         share = self._portion.share
         value = _check_loss(loss, self.index, lane)
+        lane_weight: float | torch.Tensor
         if weight is None:
             way, lane_weight, factor = PLAIN, share, share
         else:
-            number = _check_weight(weight, self.index, lane)
+            number: float | torch.Tensor
+            stays = self._engine.runs_ahead and isinstance(weight, torch.Tensor) and weight.numel() == 1
+            number = weight if stays else _check_weight(weight, self.index, lane)
             way, lane_weight, factor = (WEIGHTED, number, 1.0) if share else (WEIGHTED, 0.0, 0.0)
         self._is_awaiting_backward = False
         is_last = self._portion.micro == self._micro_batches - 1
@@ -125,9 +129,11 @@ class Step:
         """Exchange gradients, clip them by their global norm or by value, and step the optimizer.
 
         Where a gradient is not finite, nothing is updated, this step is over, and NonFiniteError says whose it
-        was, on every rank alike. Catch it to go on with the next step.
+        was, on every rank alike. Catch it to go on with the next step. On a GPU the host does not wait for the
+        device to find out, so the error comes from the update of the next step (which is made all the same), or at
+        the end of the loop.
         """
-        if self._outcome is not None:
+        if self._result is not None:
             raise StepError(f"step {self.index}: step.update was called twice.")
         if not self._is_complete:
             done = [lane for lane in self._engine.lanes_done if lane in self.lanes]
@@ -139,15 +145,13 @@ class Step:
         for name, value in (("clip", clip), ("clip_value", clip_value)):
             if value is not None and not value > 0:
                 raise StepError(f"step {self.index}: {name} must be positive, found {value}.")
-        self._outcome = self._engine.update(clip, clip_value)
-        self._run._after_update(self, self._outcome)
-        if self._outcome.refusal is not None:
-            raise NonFiniteError(f"step {self.index}: {self._outcome.refusal}")
+        self._result = self._engine.update(clip, clip_value)
+        self._run._after_update(self)
 
     @property
     def is_updated(self) -> bool:
         """Whether `update` has been called."""
-        return self._outcome is not None
+        return self._result is not None
 
     @property
     def is_open(self) -> bool:
@@ -169,10 +173,19 @@ class Step:
         """Whether the step was left out because its gradient was not finite."""
         return self._known("skipped").skipped
 
+    @property
+    def is_known(self) -> bool:
+        """Whether its outcome can be read without waiting for the device."""
+        return self._result is not None and self._result.is_known
+
+    def settle(self) -> Outcome:
+        """The outcome. Waits for the device where it has to, and raises what makes the step an error."""
+        return self._known("outcome")
+
     def _known(self, what: str) -> Outcome:
-        if self._outcome is None:
+        if self._result is None:
             raise StepError(f"step {self.index}: step.{what} is known after step.update().")
-        return self._outcome
+        return self._result.outcome()
 
 
 def _check_weight(weight: Any, step: int, lane: int) -> float:

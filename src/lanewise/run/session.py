@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import timedelta
@@ -18,7 +19,6 @@ from lanewise.data.loader import Loader, Portion, make_loader
 from lanewise.data.partition import Partition
 from lanewise.engine import device as devices
 from lanewise.engine import gathered, randomness
-from lanewise.engine.commit import Outcome
 from lanewise.engine.engine import Engine
 from lanewise.engine.find import Selector
 from lanewise.engine.first_values import Init
@@ -26,7 +26,7 @@ from lanewise.engine.precision import COLUMNS, truth_table
 from lanewise.engine.prepare import prepare
 from lanewise.engine.transport.protocol import Transport
 from lanewise.engine.world import World
-from lanewise.errors import DataError, ModelError, SettingsError, StepError
+from lanewise.errors import DataError, ModelError, NonFiniteError, SettingsError, StepError
 from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
 from lanewise.lanes.hosting import even, weighted
 from lanewise.run import agree, record
@@ -91,6 +91,8 @@ class Run:
         self._report = report
         self._engine: Engine | None = None
         self._step: Step | None = None
+        self._unsettled: deque[Step] = deque()
+        """Updated steps whose outcome nobody has looked at: at most one between two updates."""
         self._is_closed = False
         self.position = 0
         """Steps committed since the beginning of the run."""
@@ -205,6 +207,7 @@ class Run:
                     yield step
                     if not step.is_updated:
                         raise StepError(f"step {step.index}: the loop went on without step.update().")
+        self._settle(0)
         if self._recorder is not None:
             self._recorder.end_if_done(self)
 
@@ -287,11 +290,21 @@ class Run:
             for lane in schedule.lanes_of(self.rank):
                 yield from loader.portions(step, lane)
 
-    def _after_update(self, step: Step, outcome: Outcome) -> None:
+    def _after_update(self, step: Step) -> None:
         self.position += 1
-        self._report(StepDone(step.index, outcome.loss, outcome.grad_norm, outcome.skipped))
-        if self._recorder is not None:
-            self._recorder.after_step(self, step.index, outcome.loss)
+        self._unsettled.append(step)
+        self._settle(0 if step.is_known or self._recorder is not None else 1)
+
+    def _settle(self, left: int) -> None:
+        """Look at the outcomes of all steps but the last ones, and report them."""
+        while len(self._unsettled) > left:
+            step = self._unsettled.popleft()
+            outcome = step.settle()
+            self._report(StepDone(step.index, outcome.loss, outcome.grad_norm, outcome.skipped))
+            if self._recorder is not None:
+                self._recorder.after_step(self, step.index, outcome.loss)
+            if outcome.refusal is not None:
+                raise NonFiniteError(f"step {step.index}: {outcome.refusal}")
 
     def _before_batch(self, lane: int, micro: int, batch: Any) -> None:
         if self._recorder is not None:

@@ -1,7 +1,5 @@
 """`moments.round_to_bf16` as one kernel, with one read and one write of memory. Imported on GPUs only."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,14 +18,14 @@ def round_to_bf16(wide: torch.Tensor, narrow: torch.Tensor, key: Key, place: int
 
 
 @triton.jit
-def _mix(word: Any) -> Any:
+def _mix(word):  # type: ignore[no-untyped-def]
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
     return word ^ (word >> 16)
 
 
 @triton.jit(do_not_specialize=["count", "place", "low", "high"])
-def _kernel(wide: Any, narrow: Any, count: Any, place: Any, low: Any, high: Any, BLOCK: tl.constexpr) -> None:
+def _kernel(wide, narrow, count, place, low, high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = index < count
     bits = tl.load(wide + index, mask=is_inside, other=0.0).to(tl.uint32, bitcast=True)

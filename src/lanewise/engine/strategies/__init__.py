@@ -52,7 +52,12 @@ class GradientSum(Protocol):
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Memory by what it is for."""
+        """Memory by what it is for, at its most."""
+        ...
+
+    @property
+    def present_bytes(self) -> dict[str, int]:
+        """Memory in use now, as far as that is known."""
         ...
 
 

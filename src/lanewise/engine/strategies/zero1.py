@@ -7,6 +7,7 @@ from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.homes import Home, HostHome, ReplicatedHome
 from lanewise.engine.late import LateSum
 from lanewise.engine.native import NativeSum
+from lanewise.engine.streamed import StreamedSum
 from lanewise.engine.unit import Flat, Unit
 from lanewise.engine.world import World
 
@@ -22,8 +23,10 @@ class Zero1:
 
     def gradient_sum(
         self, world: World, flats: Sequence[Flat], reduction: Reduction, check: FiniteCheck
-    ) -> LateSum | NativeSum:
-        """Once a step."""
+    ) -> LateSum | StreamedSum | NativeSum:
+        """Once a step; with no more lanes than ranks, a GPU need not wait for the end of backward."""
         if reduction == "native":
             return NativeSum(world, flats, check, keeps_all=False, every_round=False)
+        if world.runs_ahead and world.lanes <= world.size:
+            return StreamedSum(world, flats, check, is_followed=False, keeps_all=False)
         return LateSum(world, flats, check, keeps_all=False)

@@ -7,6 +7,7 @@ from lanewise.engine.eager import EagerSum
 from lanewise.engine.finite import FiniteCheck
 from lanewise.engine.homes import Home, HostHome, ReplicatedHome
 from lanewise.engine.native import NativeSum
+from lanewise.engine.streamed import StreamedSum
 from lanewise.engine.unit import Flat, Unit
 from lanewise.engine.world import World
 
@@ -26,4 +27,6 @@ class Zero2:
         """As each unit's backward ends, in every round."""
         if reduction == "native":
             return NativeSum(world, flats, check, keeps_all=False, every_round=True)
+        if world.runs_ahead:
+            return StreamedSum(world, flats, check, is_followed=False, keeps_all=False)
         return EagerSum(world, flats, check, is_followed=False)

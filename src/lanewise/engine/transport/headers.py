@@ -55,10 +55,11 @@ class Headers:
     def announce(self, where: str) -> int:
         """Tell all ranks what comes next; returns its number."""
         self._number += 1
+        if not self._others:
+            return self._number
         said = where.encode()[:_WHERE_BYTES].ljust(_WHERE_BYTES, b"\0")
         header = self._number.to_bytes(_NUMBER_BYTES, "little") + said + self._now.ljust(_NOW_BYTES, b"\0")
-        if self._others:
-            self._mine.append(header)
+        self._mine.append(header)
         tensor = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for peer in self._others:
             assert self._channel is not None

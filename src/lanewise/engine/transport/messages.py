@@ -3,11 +3,13 @@
 Before the data of each exchange goes a short header that says in words what the sender is doing. Ranks
 that do different things therefore learn it from the first header that does not match, on both sides, and
 never wait for data that nobody sends. A rank without a lane can also follow: it reads a computing rank's
-headers and takes part in what they announce.
+headers and takes part in what they announce. On GPUs, where every rank has a lane in every round, a ledger
+takes the place of headers within a step; see `ledger`.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 
@@ -16,10 +18,11 @@ from lanewise.engine.meeting import Meeting
 from lanewise.engine.transport import words
 from lanewise.engine.transport.headers import Headers
 from lanewise.engine.transport.inbox import Inbox
+from lanewise.engine.transport.ledger import WRITTEN, Ledger
 from lanewise.engine.transport.protocol import Board, Incoming, Outgoing
 from lanewise.engine.transport.waiting import Watch
 from lanewise.engine.transport.wire import Flight, Wire
-from lanewise.errors import ExchangeError
+from lanewise.errors import ExchangeError, PeerLostError
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.layout import between
 
@@ -45,11 +48,18 @@ class MessageTransport:
         rank: int,
         size: int,
         device: torch.device,
+        patience: timedelta = timedelta(seconds=30),
+        may_hush: bool = False,
     ) -> None:
-        """`control` carries headers and a few numbers, `wire` the data. `watch` is closed with this."""
+        """`control` carries headers and a few numbers, `wire` the data. `watch` is closed with this.
+
+        `patience` is how long to wait for others, and `may_hush` says that a ledger may take the place of headers.
+        """
         self.rank = rank
         self.size = size
         self.device = device
+        self.patience = patience
+        self._may_hush = may_hush
         self._meeting = meeting
         self._watch = watch
         self._control = control
@@ -57,6 +67,12 @@ class MessageTransport:
         self._others = [peer for peer in range(size) if peer != rank]
         self._headers = Headers(control, rank, self._others)
         self._inbox = Inbox(device)
+        self.ledger = Ledger()
+        self._is_quiet = False
+
+    def hush(self, is_quiet: bool) -> None:
+        """From now on, write down what is announced in place of sending it, or send it again. Collective."""
+        self._is_quiet = is_quiet and self._may_hush
 
     def board(self, numel: int, dtype: torch.dtype) -> Board:
         """Private memory: the others get what is sent to them."""
@@ -72,8 +88,8 @@ class MessageTransport:
         return self._inbox.most_bytes
 
     def announce(self, where: str) -> int:
-        """Send a header."""
-        return self._headers.announce(where)
+        """Send a header, or write it down."""
+        return self.ledger.announce(where) if self._is_quiet else self._headers.announce(where)
 
     def open(
         self,
@@ -84,7 +100,7 @@ class MessageTransport:
         under: int | None = None,
     ) -> "MessageTransfer":
         """Start to send and to receive."""
-        number = self._headers.announce(where) if under is None else under
+        number = self.announce(where) if under is None else under
         sent = [(item.peer, tensor) for item in outgoing for tensor in item.tensors]
         by_peer = sorted(range(len(incoming)), key=lambda n: incoming[n].peer)
         lengths = [incoming[n].span[1] - incoming[n].span[0] for n in by_peer]
@@ -104,20 +120,54 @@ class MessageTransport:
         self, whole: torch.Tensor, spans: Sequence[Span], where: str, under: int | None = None
     ) -> "MessageArrival":
         """Start to send my span to all and to receive theirs in place."""
-        number = self._headers.announce(where) if under is None else under
+        number = self.announce(where) if under is None else under
         flight = self._wire.gather(words.mark(where), whole, spans)
         return MessageArrival(self, number, flight, where)
+
+    def swap(
+        self,
+        received: torch.Tensor,
+        packed: torch.Tensor,
+        from_each: list[int],
+        to_each: list[int],
+        where: str,
+        under: int | None = None,
+    ) -> "MessageArrival":
+        """Start to send every rank its part of `packed`, one after the other, and to receive theirs likewise."""
+        number = self.announce(where) if under is None else under
+        return MessageArrival(self, number, self._wire.swap(received, packed, from_each, to_each), where)
+
+    def rows(self, mine: torch.Tensor, where: str) -> torch.Tensor:
+        """Give a few numbers that lie on the device to all ranks, without a wait of the host; one row for each."""
+        rows = mine.new_zeros(self.size, mine.numel())
+        rows[self.rank] = mine
+        numel = mine.numel()
+        spans = tuple((rank * numel, (rank + 1) * numel) for rank in range(self.size))
+        self.gather(rows.view(-1), spans, where).wait()
+        return rows
+
+    def silence(self, where: str) -> ExchangeError:
+        """The error for a device that does not get to the end of what it was given."""
+        if self._meeting is None or self._control is None or not self._others:
+            return ExchangeError(f"rank {self.rank}: the device did not get to {where} in time.")
+        culprit, word = self._control.behind(self._others[0], True)
+        return PeerLostError(
+            (culprit,),
+            f"rank {self.rank} waited for {where}: rank {culprit} did not come in time{f' ({word})' if word else ''}. "
+            f"The last exchange this rank started was {self.ledger.last!r}. Look at that rank's own output; a longer "
+            "wait is set with timeout=.",
+        )
 
     def add_up(
         self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool, where: str
     ) -> "MessageArrival":
         """Start the backend's own sum in place: of everything, or (where shares are equal) of my span."""
-        number = self._headers.announce(where)
+        number = self.announce(where)
         return MessageArrival(self, number, self._wire.add_up(whole, spans, keeps_all), where)
 
     def share(self, values: torch.Tensor, where: str) -> torch.Tensor:
         """Give a few numbers to all ranks."""
-        number = self._headers.announce(where)
+        number = self.announce(where)
         mine = values.detach().cpu().contiguous()
         rows = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
         rows[self.rank] = mine
@@ -137,7 +187,8 @@ class MessageTransport:
 
     def barrier(self, where: str) -> None:
         """Return when all ranks have come here: their headers are enough."""
-        self._headers.agree(self._headers.announce(where), where)
+        number = self._headers.announce(where)
+        self._headers.agree(number, where)
 
     def say(self, what: str) -> None:
         """Leave word in the next headers."""
@@ -149,10 +200,13 @@ class MessageTransport:
 
     def finish(self, number: int, works: Sequence[tuple[int, exchange.Work]], where: str) -> None:
         """Wait for messages, after a look at what the other ranks say they are doing."""
-        self._headers.agree(number, where)
+        if number != WRITTEN:
+            self._headers.agree(number, where)
         for peer, work in works:
-            assert self._control is not None
-            self._control.wait(work, peer, where)
+            if self._control is None:
+                work.wait()
+            else:
+                self._control.wait(work, peer, where)
 
     def close(self, failure: str | None) -> None:
         """Leave the groups. In peace, wait a little for the others: a socket that closes early may take with

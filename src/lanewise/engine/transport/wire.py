@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -51,6 +52,12 @@ class Wire(Protocol):
         """Start to send my span of `whole` to all ranks and receive theirs in place."""
         ...
 
+    def swap(
+        self, received: torch.Tensor, packed: torch.Tensor, from_each: list[int], to_each: list[int]
+    ) -> Flight:
+        """Start to send every rank, this one too, its part of `packed`, and to receive theirs likewise."""
+        ...
+
     def add_up(self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool) -> Flight:
         """Start the backend's own sum in place; my span of it is enough unless `keeps_all`."""
         ...
@@ -77,6 +84,14 @@ class PeerWire:
         parts = [whole[start:stop] for start, stop in spans]
         others = [peer for peer in range(len(parts)) if peer != self._rank]
         return self._start(mark, [(p, parts[self._rank]) for p in others], [(p, parts[p]) for p in others])
+
+    def swap(
+        self, received: torch.Tensor, packed: torch.Tensor, from_each: list[int], to_each: list[int]
+    ) -> Flight:
+        """Start a collective."""
+        return _swap(
+            self._channel.group if self._channel else None, self._rank, received, packed, from_each, to_each
+        )
 
     def add_up(self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool) -> Flight:
         """Start a collective."""
@@ -121,9 +136,9 @@ class CollectiveWire:
         """Start an all-gather, over padded shares where they are not equal."""
         if self._group is None:
             return Flight()
-        longest = max(stop - start for start, stop in spans)
         start, stop = spans[self._rank]
-        if all(span == (n * longest, (n + 1) * longest) for n, span in enumerate(spans)):
+        longest, are_equal = _shares(tuple(spans))
+        if are_equal:
             work = exchange.all_gather(self._group, whole[: self._size * longest], whole[start:stop])
             return Flight(receives=[(self._rank, work)])
         padded = whole.new_zeros(self._size, longest)
@@ -137,9 +152,36 @@ class CollectiveWire:
 
         return Flight(receives=[(self._rank, work)], after=unpack)
 
+    def swap(
+        self, received: torch.Tensor, packed: torch.Tensor, from_each: list[int], to_each: list[int]
+    ) -> Flight:
+        """Start a collective."""
+        return _swap(self._group, self._rank, received, packed, from_each, to_each)
+
     def add_up(self, whole: torch.Tensor, spans: Sequence[Span], keeps_all: bool) -> Flight:
         """Start a collective."""
         return _add_up(self._group, self._rank, whole, spans, keeps_all)
+
+
+@lru_cache(maxsize=1024)
+def _shares(spans: tuple[Span, ...]) -> tuple[int, bool]:
+    """The longest span, and whether all are as long and follow one another."""
+    longest = max(stop - start for start, stop in spans)
+    return longest, all(span == (n * longest, (n + 1) * longest) for n, span in enumerate(spans))
+
+
+def _swap(
+    group: exchange.Group | None,
+    rank: int,
+    received: torch.Tensor,
+    packed: torch.Tensor,
+    from_each: list[int],
+    to_each: list[int],
+) -> Flight:
+    if group is None:
+        received.copy_(packed)
+        return Flight()
+    return Flight(receives=[(rank, exchange.all_to_all(group, received, packed, from_each, to_each))])
 
 
 def _add_up(

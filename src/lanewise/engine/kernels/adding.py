@@ -1,0 +1,167 @@
+"""One kernel for each sum program: every leaf is read once, every partial sum stays in a register.
+
+The program of a round (`lanes.program`) is written out as a kernel without a loop, one line an addition, so its
+order is the program's own. Where the result is not finite, which is rare, a second look tells which leaves were not.
+"""
+
+import linecache
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lanewise.engine.report import NOTHING
+from lanewise.lanes.program import Action, Instruction
+
+_ACCUMULATED = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
+_FEW = 1 << 18
+"""Elements below which smaller blocks keep more of a GPU busy."""
+
+Code = tuple[tuple[Action, int, int, int, int], ...]
+"""Instructions with arrivals counted from the first lane of the round; -1 for what an instruction has not."""
+
+
+def code(instructions: Sequence[Instruction], first_lane: int) -> Code:
+    """Instructions in a form that is the same for every round that does the same."""
+
+    def row(node: tuple[int, int] | None) -> int:
+        return -1 if node is None else node[0] - first_lane
+
+    return tuple(
+        (
+            step.action,
+            step.register,
+            row(step.arrival),
+            row(step.second),
+            -1 if step.source is None else step.source,
+        )
+        for step in instructions
+    )
+
+
+class Round:
+    """Carries out a round. See `streamed.Adding`."""
+
+    def __init__(
+        self, instructions: Sequence[Instruction], first_lane: int, arriving: torch.dtype, kept: torch.dtype
+    ) -> None:
+        program = code(instructions, first_lane)
+        self._first_lane = first_lane
+        self._used = _registers(program)
+        self._plain, self._checking = (_kernel(program, arriving, kept, checks) for checks in (False, True))
+
+    def __call__(
+        self, registers: Sequence[torch.Tensor], rows: torch.Tensor, flags: torch.Tensor | None, position: int
+    ) -> None:
+        """`rows` has one arrival after the other, each as long as a register."""
+        length = registers[0].numel() if registers else 0
+        if not self._used or not length:
+            return
+        used = [registers[number] for number in self._used]
+        block = 1024 if length >= _FEW else 512
+        kernel = self._plain if flags is None else self._checking
+        noted = rows if flags is None else flags
+        kernel[(-(-length // block),)](
+            rows, length, *used, noted, position, self._first_lane, BLOCK=block, num_warps=4
+        )
+
+
+@triton.jit(do_not_specialize=["position"])
+def _note(values, length, flag, position, NOTHING: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(values + at, mask=at < length, other=0.0)
+    bad = (tl.abs(x) < float("inf")) == 0
+    if tl.max(bad.to(tl.int32), axis=0) > 0:
+        tl.atomic_min(flag, tl.min(tl.where(bad, at + position, NOTHING), axis=0))
+
+
+def note(values: torch.Tensor, flag: torch.Tensor, position: int) -> None:
+    """Lower a flag to the position of the first value that is not finite, if there is one."""
+    length = values.numel()
+    _note[(triton.cdiv(length, 4096),)](
+        values, length, flag, position, NOTHING=NOTHING, BLOCK=4096, num_warps=8
+    )
+
+
+def _registers(program: Code) -> list[int]:
+    return sorted({step[1] for step in program} | {step[4] for step in program if step[4] >= 0})
+
+
+@cache
+def _kernel(program: Code, arriving: torch.dtype, kept: torch.dtype, checks: bool) -> Any:
+    text = source(program, _ACCUMULATED[kept], checks)
+    name = f"<sum {abs(hash((program, arriving, kept, checks)))}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(compile(text, name, "exec"), scope)
+    return scope["kernel"]
+
+
+def source(program: Code, accumulated: str, checks: bool) -> str:
+    """The text of a kernel."""
+    used = _registers(program)
+    names = ", ".join(f"R{number}" for number in used)
+    lines = [
+        "import triton",
+        "import triton.language as tl",
+        "",
+        '@triton.jit(do_not_specialize=["position", "first_lane"])',
+        f"def kernel(rows, length, {names}, flags, position, first_lane, BLOCK: tl.constexpr):",
+        "    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
+        "    inside = at < length",
+    ]
+    live: set[int] = set()
+    freed: set[int] = set()
+
+    def leaf(row: int) -> str:
+        return f"tl.load(rows + {row} * length.to(tl.int64) + at, mask=inside, other=0.0).to({accumulated})"
+
+    def read(register: int) -> str:
+        if register not in live:
+            lines.append(f"    r{register} = tl.load(R{register} + at, mask=inside, other=0.0)")
+            live.add(register)
+        return f"r{register}"
+
+    for action, register, arrival, second, other in program:
+        if action is Action.LOAD:
+            value = leaf(arrival)
+        elif action is Action.PAIR:
+            value = f"{leaf(arrival)} + {leaf(second)}"
+        elif action is Action.FOLD:
+            value = f"{read(register)} + {leaf(arrival)}"
+        else:
+            value = f"{read(register)} + {read(other)}"
+            freed.add(other)
+            live.discard(other)
+        lines.append(f"    r{register} = {value}")
+        live.add(register)
+        freed.discard(register)
+    results = [number for number in used if number not in freed]
+    lines += [f"    tl.store(R{number} + at, r{number}, mask=inside)" for number in results]
+    if checks:
+        infinite = 'float("inf")'
+        bad = " | ".join(f"not_finite(r{number})" for number in results)
+        lines[3:3] = [
+            "@triton.jit",
+            "def not_finite(x):",
+            f"    return (tl.abs(x) < {infinite}) == 0",
+            "",
+            "@triton.jit",
+            "def note(flag, bad, place):",
+            f"    tl.atomic_min(flag, tl.min(tl.where(bad, place, {NOTHING}), axis=0))",
+            "",
+        ]
+        lines += [
+            f"    bad = ({bad}) & inside",
+            "    if tl.max(bad.to(tl.int32), axis=0) > 0:",
+            "        place = at + position",
+            "        note(flags, bad, place)",
+        ]
+        arrivals = sorted({row for step in program for row in step[2:4] if row >= 0})
+        for row in arrivals:
+            lines.append(f"        x = {leaf(row)}")
+            lines.append(f"        note(flags + 1 + first_lane + {row}, not_finite(x) & inside, place)")
+    return "\n".join(lines) + "\n"
