@@ -1,11 +1,11 @@
-"""Attention on a GPU: torch's kernels and our deterministic backward.
+"""Attention on a GPU: torch's kernels and the deterministic ones that lanewise puts in their place.
 
 python -m benchmarks.attention            times and errors, for three shapes
-python -m benchmarks.attention --sweep    and many ways of cutting each pass, for two of them
-python -m benchmarks.attention --specialised    warp-specialised kernels only; a wrong one may never end
+python -m benchmarks.attention --sweep    and some ways of cutting each pass of our backward, for two of them
 
-Times are medians of 20, by CUDA events. TFLOP/s count two products forward and five backward, half of each where
-attention is causal, whatever a kernel really computes.
+Times are medians of 20, by CUDA events, with the GPU kept waiting until the host has started everything: what the
+host needs is a column of its own. TFLOP/s count two products forward and five backward, half of each where attention
+is causal, whatever a kernel really computes.
 """
 
 import argparse
@@ -57,18 +57,38 @@ SHAPES = (
 )
 
 
+WAIT = 60_000_000
+"""Clocks of the GPU: about 30 ms, in which the host starts what is timed."""
+
+
 def median_ms(work: Callable[[], object], times: int = 20) -> float:
     for _ in range(3):
         work()
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)
     ]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(WAIT)
     for start, end in events:
         start.record()
         work()
         end.record()
     torch.cuda.synchronize()
     return sorted(start.elapsed_time(end) for start, end in events)[times // 2]
+
+
+def host_us(work: Callable[[], object], times: int = 50) -> float:
+    """What the host needs to start the work, without waiting for the GPU."""
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    took = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return sorted(took)[times // 2] * 1e6
 
 
 @contextmanager
@@ -96,6 +116,7 @@ KINDS = (
     ("flash", SDPBackend.FLASH_ATTENTION, False, False),
     ("flash, deterministic", SDPBackend.FLASH_ATTENTION, True, False),
     ("mem-efficient, deterministic", SDPBackend.EFFICIENT_ATTENTION, True, False),
+    ("ours after flash forward", SDPBackend.FLASH_ATTENTION, True, True),
     ("ours, deterministic", None, True, True),
 )
 
@@ -122,135 +143,109 @@ def reference(shape: Shape) -> list[Tensor]:
     return found
 
 
+def same(work: Callable[[], Sequence[Tensor]], times: int = 4) -> bool:
+    """Whether all repeats give the same bits."""
+    first = [tensor.clone() for tensor in work()]
+    return all(torch.equal(a, b) for _ in range(times) for a, b in zip(work(), first, strict=True))
+
+
 def compare(shape: Shape) -> None:
-    print(f"\n{shape}")
-    print(f"  {'':30s}{'both ms':>9s}{'TFLOP/s':>9s}{'backward':>9s}{'TFLOP/s':>9s}{'error':>10s}  repeats")
+    columns = ("forward ms", "TFLOP/s", "host us", "backward ms", "TFLOP/s", "host us", "error")
+    print(f"\n{shape}\n  {'':30s}{''.join(f'{column:>12s}' for column in columns)}  repeats")
     query, key, value, grad = shape.tensors()
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     wanted = reference(shape)
     for name, backend, deterministic, ours in KINDS:
         try:
             with kind(backend, deterministic, ours):
-                out = scaled_dot_product_attention(*leaves, is_causal=True)
+
+                def forward() -> tuple[Tensor, ...]:
+                    return (scaled_dot_product_attention(*leaves, is_causal=True),)
+
+                (out,) = forward()
 
                 def backward(out: Tensor = out) -> tuple[Tensor, ...]:
                     return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
-                def both() -> tuple[Tensor, ...]:
-                    return torch.autograd.grad(
-                        scaled_dot_product_attention(*leaves, is_causal=True), leaves, grad
-                    )
-
-                first = backward()
-                same = all(
-                    torch.equal(a, b) for _ in range(4) for a, b in zip(backward(), first, strict=True)
-                )
-                both_ms, backward_ms = median_ms(both), median_ms(backward)
-        except RuntimeError as error:
-            print(f"  {name:30s}{str(error).splitlines()[0][:70]}")
+                equal = same(forward), same(backward)
+                forward_ms, backward_ms = median_ms(forward), median_ms(backward)
+                forward_us, backward_us = host_us(forward), host_us(backward)
+                error = largest_error(backward(), wanted)
+        except RuntimeError as problem:
+            print(f"  {name:30s}{str(problem).splitlines()[0][:70]}")
             continue
-        rates = [shape.flop(n) / ms / 1e9 for n, ms in ((7, both_ms), (5, backward_ms))]
-        print(
-            f"  {name:30s}{both_ms:9.3f}{rates[0]:9.0f}{backward_ms:9.3f}{rates[1]:9.0f}"
-            f"{largest_error(first, wanted):10.1e}  {'equal' if same else 'differ'}",
-            flush=True,
-        )
+        numbers = [forward_ms, shape.flop(2) / forward_ms / 1e9, forward_us]
+        numbers += [backward_ms, shape.flop(5) / backward_ms / 1e9, backward_us]
+        cells = (f"{n:12.{digits}f}" for n, digits in zip(numbers, (3, 0, 0, 3, 0, 0), strict=True))
+        words = " ".join("equal" if one else "DIFFER" for one in equal)
+        print(f"  {name:30s}{''.join(cells)}{error:12.1e}  {words}", flush=True)
+    if attention._refused:
+        print(f"  refused by cuDNN: {attention._refused}")
 
 
-def tiles_to_try(dim: int, specialised: bool) -> dict[str, list[Any]]:
-    """Ways of cutting each pass; "kept" is the pass of keys where it keeps ds, and "from kept" what follows it."""
+def tiles_to_try(dim: int) -> dict[str, list[Any]]:
+    """Ways of cutting each pass, around the best of a wider search; none has registers spilled much."""
     from lanewise.engine.kernels.attention import Tiles
 
-    def described(*numbers: int, **choices: Any) -> Any:
-        return Tiles(*numbers, described=True, **choices)
+    def described(*numbers: int) -> Any:
+        return Tiles(*numbers, described=True)
 
-    if specialised:
-        return {
-            "keys": [described(64, 128, 4, stages, specialised=True) for stages in (2, 3)],
-            "kept": [described(64, 128, 4, 2, specialised=True)],
-        }
     if dim == 128:
         return {
-            "keys": [
-                Tiles(64, 128, 8, 2),
-                Tiles(64, 128, 8, 2, loops=2),
-                Tiles(64, 64, 4, 2),
-                described(64, 128, 8, 2),
-                described(64, 128, 8, 3),
-                described(64, 64, 4, 2),
-                described(32, 64, 4, 3),
-            ],
-            "kept": [
-                Tiles(64, 128, 8, 2),
-                Tiles(64, 128, 8, 3),
-                Tiles(64, 128, 8, 2, loops=2),
-                Tiles(64, 128, 8, 2, bundle=8),
-                Tiles(64, 128, 8, 2, bundle=64),
-                described(64, 128, 8, 2),
-                described(64, 128, 8, 3),
-                described(32, 128, 8, 3),
-                described(64, 128, 8, 2, bundle=64),
-            ],
             "queries": [
                 Tiles(128, 64, 8, 3),
-                Tiles(128, 128, 8, 2),
+                Tiles(128, 64, 8, 3, bundle=16),
+                Tiles(128, 64, 8, 3, bundle=1),
+                Tiles(128, 64, 8, 2),
+                Tiles(128, 64, 8, 4),
+                Tiles(128, 32, 8, 4),
                 Tiles(64, 64, 4, 2),
                 described(128, 64, 8, 3),
-                described(128, 64, 8, 3, loops=2),
-                described(128, 64, 8, 3, bundle=64),
-                described(128, 128, 8, 2),
                 described(64, 64, 4, 2),
-                described(64, 128, 4, 2),
             ],
-            "from kept": [
-                Tiles(128, 64, 8, 3),
-                Tiles(128, 64, 8, 3, bundle=64),
-                Tiles(128, 64, 4, 3),
-                Tiles(128, 32, 8, 4),
-                Tiles(128, 128, 8, 2),
-                Tiles(128, 128, 8, 3),
+            "keys": [
+                Tiles(64, 64, 4, 2),
+                Tiles(64, 64, 4, 2, bundle=16),
+                Tiles(64, 64, 4, 2, bundle=1),
+                Tiles(64, 64, 4, 3),
+                Tiles(32, 64, 4, 3),
+                Tiles(32, 128, 8, 3),
+                described(64, 64, 4, 2),
+                described(64, 64, 4, 3),
+                described(32, 64, 4, 4),
+                described(64, 128, 8, 3),
             ],
         }
     return {
-        "keys": [
-            Tiles(64, 128, 8, 3),
-            Tiles(64, 64, 4, 3),
-            described(64, 128, 8, 3),
-            described(64, 128, 8, 2, loops=2),
-            described(64, 64, 4, 3),
-            described(128, 64, 4, 2),
-        ],
-        "kept": [
-            Tiles(64, 128, 8, 3),
-            Tiles(64, 128, 8, 2, bundle=64),
-            Tiles(128, 128, 8, 2),
-            Tiles(32, 128, 4, 3),
-            described(64, 128, 8, 3),
-            described(64, 128, 8, 2, loops=2),
-            described(32, 128, 4, 3),
-        ],
         "queries": [
-            Tiles(128, 64, 8, 3),
-            Tiles(128, 128, 8, 2),
+            Tiles(64, 64, 4, 2),
             Tiles(64, 64, 4, 3),
-            described(128, 64, 8, 3),
-            described(128, 64, 8, 3, loops=2),
-            described(128, 128, 8, 2),
-            described(64, 128, 4, 2),
+            Tiles(64, 64, 4, 3, bundle=16),
+            Tiles(64, 64, 4, 3, bundle=1),
+            Tiles(64, 64, 4, 4),
+            Tiles(128, 64, 8, 3),
+            Tiles(128, 64, 4, 3),
+            Tiles(128, 32, 4, 3),
+            Tiles(64, 128, 4, 2),
             described(64, 64, 4, 3),
         ],
-        "from kept": [
-            Tiles(128, 64, 8, 3),
-            Tiles(128, 64, 8, 3, bundle=64),
-            Tiles(128, 64, 4, 3),
-            Tiles(128, 128, 4, 2),
-            Tiles(128, 128, 8, 3),
+        "keys": [
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 4, 3),
+            Tiles(64, 64, 4, 3, bundle=16),
+            Tiles(64, 64, 4, 3, bundle=1),
+            Tiles(64, 64, 4, 4),
+            Tiles(64, 128, 8, 2),
+            Tiles(64, 128, 8, 3),
+            Tiles(128, 64, 8, 2),
+            Tiles(32, 64, 4, 3),
+            described(64, 64, 4, 2),
         ],
     }
 
 
-def sweep(shape: Shape, specialised: bool) -> None:
-    """Try ways of cutting each pass, the best first, and then whole backwards of the best with and without ds kept."""
+def sweep(shape: Shape) -> None:
+    """Try ways of cutting each pass, the best first, and then whole backwards of what was chosen and of the best."""
     from lanewise.engine.kernels.attention import CHOSEN, Passes, Problem, Tiles
 
     began = time.monotonic()
@@ -258,44 +253,36 @@ def sweep(shape: Shape, specialised: bool) -> None:
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[:2]
     problem = Problem(grad, query, key, value, out, logsumexp, True, 1 / math.sqrt(shape.dim))
     wanted = reference(shape)
-    numbers = problem.numbers()
-    kept, num_heads = problem.room_for_kept(1 << 40)
-    heads = range(num_heads)
-    into = (torch.empty_like(key), torch.empty_like(value))
-    grad_query = torch.empty_like(query)
-    print(
-        f"\n{shape}\n  numbers of each query: {median_ms(problem.numbers):.3f} ms; ds: {kept.nbytes >> 20} MiB"
-    )
+    chosen = CHOSEN[shape.dim]
+    _, numbers = problem.of_queries(chosen.queries)
     kinds: dict[str, tuple[Callable[[Tiles], Sequence[Tensor]], list[Tensor], int]] = {
+        "queries": (lambda tiles: problem.of_queries(tiles)[:1], wanted[:1], 3),
         "keys": (lambda tiles: problem.of_keys(numbers, tiles), wanted[1:], 4),
-        "queries": (lambda tiles: (problem.of_queries(numbers, tiles),), wanted[:1], 3),
-        "kept": (lambda tiles: problem.of_keys(numbers, tiles, into, kept, heads), wanted[1:], 4),
-        "from kept": (lambda tiles: (problem.of_kept(kept, tiles, grad_query, heads),), wanted[:1], 1),
     }
-    best: dict[str, Tiles] = {}
-    for name, ways in tiles_to_try(shape.dim, specialised).items():
+    print(f"\n{shape}")
+    good: dict[str, list[Tiles]] = {}
+    for name, ways in tiles_to_try(shape.dim).items():
         print(f"  {name}")
         work, gradients, num_products = kinds[name]
-        # What is kept has to be right before it is read, and wrong tiles may have written it.
-        problem.of_keys(numbers, CHOSEN[shape.dim, True].keys, into, kept, heads)
         found = sorted((attempt(work, tiles, gradients) for tiles in ways), key=lambda result: result.ms)
-        for result in found[:10]:
+        for result in found:
             print(f"    {result.line(shape.flop(num_products))}", flush=True)
-        if found[0].good:
-            best[name] = found[0].tiles
-    print("  whole backwards")
-    tries = []
-    if {"keys", "queries"} <= best.keys():
-        tries.append(Passes(best["keys"], best["queries"]))
-    if {"kept", "from kept"} <= best.keys():
-        tries += [Passes(best["kept"], best["from kept"], bytes_ << 20) for bytes_ in (64, 160, 320, 1280)]
+        good[name] = [result.tiles for result in found if result.good]
+    print("  whole backwards: chosen; the best of each; the best without descriptors")
+    tries = [chosen]
+    if good["queries"] and good["keys"]:
+        tries.append(Passes(good["queries"][0], good["keys"][0]))
+    plain = {name: [tiles for tiles in found if not tiles.described] for name, found in good.items()}
+    if plain["queries"] and plain["keys"]:
+        tries.append(Passes(plain["queries"][0], plain["keys"][0]))
     for passes in tries:
-        ms = median_ms(lambda passes=passes: problem.backward(passes))
-        error = largest_error(problem.backward(passes), wanted)
-        print(
-            f"    {ms:7.3f} ms {shape.flop(5) / ms / 1e9:5.0f} TFLOP/s  error {error:.1e}  {passes}",
-            flush=True,
-        )
+
+        def whole(passes: Passes = passes) -> tuple[Tensor, ...]:
+            return problem.backward(passes)
+
+        ms, error = median_ms(whole), largest_error(whole(), wanted)
+        rate = f"{ms:7.3f} ms {shape.flop(5) / ms / 1e9:5.0f} TFLOP/s  host {host_us(whole):4.0f} us"
+        print(f"    {rate}  error {error:.1e}  {passes}", flush=True)
     print(f"  ({time.monotonic() - began:.0f} s)")
 
 
@@ -315,22 +302,20 @@ class Attempt:
         rate = f"{self.ms:7.3f} ms {flop / self.ms / 1e9:5.0f} TFLOP/s" if self.good else " " * 25
         tiles = self.tiles
         words = [f"queries {tiles.queries:3d} keys {tiles.keys:3d} warps {tiles.warps} stages {tiles.stages}"]
-        words += ["two loops"] * (tiles.loops == 2) + ["described"] * tiles.described
-        words += [f"bundle {tiles.bundle}"] + ["specialised"] * tiles.specialised
+        words += [f"bundle {tiles.bundle}"] + ["described"] * tiles.described
         return f"{rate}  {', '.join(words)}  {self.remark}"
 
 
 def attempt(work: Callable[[Any], Sequence[Tensor]], tiles: Any, wanted: Sequence[Tensor]) -> Attempt:
     try:
-        first = [gradient.clone() for gradient in work(tiles)]
-        for _ in range(3):
-            if not all(torch.equal(a, b) for a, b in zip(work(tiles), first, strict=True)):
-                return Attempt(tiles, remark="DIFFERS from itself")
-        error = largest_error(first, wanted)
+        if not same(lambda: work(tiles), 3):
+            return Attempt(tiles, remark="DIFFERS from itself")
+        error = largest_error(work(tiles), wanted)
         # Written so that NaN counts as wrong.
         if not error < 2e-2:
             return Attempt(tiles, remark=f"WRONG: error {error:.1e}")
-        return Attempt(tiles, median_ms(lambda: work(tiles)), f"error {error:.1e}")
+        host = host_us(lambda: work(tiles))
+        return Attempt(tiles, median_ms(lambda: work(tiles)), f"host {host:.0f} us, error {error:.1e}")
     except Exception as problem:  # a compiler or driver that cannot have these tiles
         return Attempt(tiles, remark=f"{type(problem).__name__}: {' '.join(str(problem).split())[:110]}")
 
@@ -338,17 +323,13 @@ def attempt(work: Callable[[Any], Sequence[Tensor]], tiles: Any, wanted: Sequenc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument(
-        "--specialised", action="store_true", help="the sweep of warp-specialised kernels alone"
-    )
     options = parser.parse_args()
-    print(torch.cuda.get_device_name(), torch.__version__)
-    if not options.specialised:
-        for shape in SHAPES:
-            compare(shape)
-    if options.sweep or options.specialised:
+    print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version())
+    for shape in SHAPES:
+        compare(shape)
+    if options.sweep:
         for shape in SHAPES[:2]:
-            sweep(shape, options.specialised)
+            sweep(shape)
 
 
 if __name__ == "__main__":

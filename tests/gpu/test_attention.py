@@ -1,4 +1,4 @@
-"""Our backward of attention: right, equal in all repeats, and out of the way where it is not wanted."""
+"""Deterministic attention: right, equal in all repeats, and out of the way where it is not wanted."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from lanewise.engine import attention
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # in a thread of autograd's that is new
 ]
 
 SHAPES = [
@@ -71,18 +73,29 @@ def tensors(shape, dtype=torch.bfloat16, layout="rows first"):
     return one(heads_q, length_q), one(heads_k, length_k), one(heads_k, length_k), one(heads_q, length_q)
 
 
-def gradients(inputs, causal, backend=SDPBackend.FLASH_ATTENTION, dropout=0.0):
-    query, key, value, grad = inputs
-    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with sdpa_kernel(backend):
-        out = scaled_dot_product_attention(
-            *leaves, is_causal=causal, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
+FLASH = (SDPBackend.FLASH_ATTENTION,)
+WITH_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+"""In deterministic mode torch takes flash attention all the same, whose forward is then cuDNN's."""
+
+
+def forward(inputs, causal, backends=WITH_CUDNN, dropout=0.0):
+    query, key, value = inputs[:3]
+    with sdpa_kernel(list(backends)):
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=causal, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
         )
-    return torch.autograd.grad(out, leaves, grad)
+
+
+def gradients(inputs, causal, backends=FLASH, dropout=0.0):
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    return torch.autograd.grad(forward(leaves, causal, backends, dropout), leaves, inputs[3])
 
 
 def expected(inputs, causal):
-    """In 64 bits, by the formula; without torch's deterministic mode, which asks for a setting of cuBLAS."""
+    """Gradients, output and logsumexp in 64 bits, by the formula.
+
+    Without torch's deterministic mode, which asks for a setting of cuBLAS.
+    """
     query, key, value, grad = (tensor.double() for tensor in inputs)
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     group = query.shape[1] // key.shape[1]
@@ -91,7 +104,7 @@ def expected(inputs, causal):
         seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
     out = scores.softmax(3) @ value.repeat_interleave(group, 1)
-    return torch.autograd.grad(out, (query, key, value), grad)
+    return torch.autograd.grad(out, (query, key, value), grad), out.detach(), scores.logsumexp(3).detach()
 
 
 def largest_error(found, wanted):
@@ -100,27 +113,130 @@ def largest_error(found, wanted):
     )
 
 
+@pytest.fixture
+def cudnn(monkeypatch):
+    """What cuDNN was asked for, and whether it could."""
+    asked: list[bool] = []
+    theirs = attention._cudnn_forward
+
+    def asking(*arguments):
+        found = theirs(*arguments)
+        asked.append(found is not None)
+        return found
+
+    monkeypatch.setattr(attention, "_cudnn_forward", asking)
+    return asked
+
+
 @pytest.mark.parametrize("layout", ["rows first", "heads first", "packed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(shape, layout, calls):
     inputs, causal = tensors(shape, layout=layout), shape[-1]
     found = gradients(inputs, causal)
-    assert len(calls) == 1
+    after_cudnn = gradients(inputs, causal, WITH_CUDNN)
+    assert len(calls) == 2
     torch.use_deterministic_algorithms(False)
-    wanted = expected(inputs, causal)
+    wanted, _, _ = expected(inputs, causal)
     theirs = gradients(inputs, causal)
-    assert len(calls) == 1
-    assert largest_error(found, wanted) < max(1.5 * largest_error(theirs, wanted), 5e-3)
+    assert len(calls) == 2
+    bound = max(1.5 * largest_error(theirs, wanted), 5e-3)
+    assert largest_error(found, wanted) < bound
+    assert largest_error(after_cudnn, wanted) < bound
     assert [gradient.stride() for gradient in found] == [gradient.stride() for gradient in theirs]
 
 
+@pytest.mark.parametrize("layout", ["rows first", "heads first", "packed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_repeats_are_bit_equal(shape, calls):
+def test_forward(shape, layout, calls, cudnn):
+    inputs, causal = tensors(shape, layout=layout), shape[-1]
+    found = forward(inputs, causal)
+    flash = forward(inputs, causal, FLASH)
+    assert len(cudnn) == 1
+    # The operator's other outputs, as torch's own kernel gives them.
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    whole = operator(*inputs[:3], 0.0, causal)
+    attention.release()
+    theirs = operator(*inputs[:3], 0.0, causal)
+    attention.install()
+    assert torch.equal(whole[0], found)
+    assert torch.equal(theirs[0], flash)
+    for ours, other in zip(whole, theirs, strict=True):
+        if isinstance(ours, torch.Tensor):
+            assert (ours.shape, ours.stride(), ours.dtype, ours.device) == (
+                other.shape,
+                other.stride(),
+                other.dtype,
+                other.device,
+            )
+        else:
+            assert ours == other
+    torch.use_deterministic_algorithms(False)
+    _, out, logsumexp = expected(inputs, causal)
+    assert largest_error([found], [out]) < max(1.5 * largest_error([flash], [out]), 5e-3)
+    assert largest_error(whole[1:2], [logsumexp]) < 1e-4
+
+
+def test_cudnn_has_the_usual_shapes(calls, cudnn):
+    for dim in attention.HEAD_DIMS:
+        forward(tensors((2, 4, 4, 512, 512, dim, True)), True)
+    assert cudnn == [True, True]
+
+
+@pytest.mark.parametrize("backends", [FLASH, WITH_CUDNN], ids=["flash", "cuDNN"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_repeats_are_bit_equal(shape, backends, calls):
     inputs, causal = tensors(shape), shape[-1]
-    first = gradients(inputs, causal)
-    for _ in range(4):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(inputs, causal), first, strict=True))
-    assert len(calls) == 5
+    first = forward(inputs, causal, backends), *gradients(inputs, causal, backends)
+    for other in [*SHAPES[:4], None]:
+        if other is not None:
+            gradients(tensors(other), other[-1], backends)
+        again = forward(inputs, causal, backends), *gradients(inputs, causal, backends)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    assert len(calls) == 10
+
+
+def test_checkpointing_computes_the_same_forward_again(calls, cudnn):
+    """In one of autograd's threads, each of which has plans of cuDNN of its own."""
+    inputs = tensors(SHAPES[0])
+    plain = gradients(inputs, True, WITH_CUDNN)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    with sdpa_kernel(list(WITH_CUDNN)):
+        out = checkpoint(
+            lambda *given: scaled_dot_product_attention(*given, is_causal=True), *leaves, use_reentrant=False
+        )
+        found = torch.autograd.grad(out, leaves, inputs[3])
+    assert cudnn == [True] * 3
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_what_cudnn_refuses_is_left_to_flash_for_good(calls, cudnn, monkeypatch):
+    inputs = tensors(SHAPES[0])
+    flash = forward(inputs, True, FLASH)
+    num_asked = 0
+
+    def refuse(*arguments, **named):
+        nonlocal num_asked
+        num_asked += 1
+        raise RuntimeError("cuDNN Frontend error: no kernel for this")
+
+    monkeypatch.setattr(attention, "_refused", set())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", refuse)
+        assert torch.equal(forward(inputs, True), flash)
+    assert torch.equal(forward(inputs, True), flash)
+    assert num_asked == 1
+    assert cudnn == [False, False]
+
+
+def test_other_errors_of_cudnn_are_not_hidden(calls, monkeypatch):
+    def fail(*arguments, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention, "_refused", set())
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward(tensors(SHAPES[0]), True)
+    assert not attention._refused
 
 
 def test_an_expanded_gradient(calls):
@@ -132,12 +248,13 @@ def test_an_expanded_gradient(calls):
     assert all(torch.equal(a, b) for a, b in zip(found, dense, strict=True))
 
 
-def test_the_choice_of_scaled_dot_product_attention(calls):
-    """In deterministic mode it takes the flash kernel by itself, which is what ours stands behind."""
+def test_the_choice_of_scaled_dot_product_attention(calls, cudnn):
+    """In deterministic mode it takes the flash kernels by itself, which is what ours stand behind."""
     query, key, value, grad = tensors(SHAPES[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     torch.autograd.grad(scaled_dot_product_attention(*leaves, is_causal=True), leaves, grad)
     assert len(calls) == 1
+    assert cudnn == [True]
 
 
 @pytest.mark.parametrize(
@@ -150,35 +267,40 @@ def test_the_choice_of_scaled_dot_product_attention(calls):
     ],
     ids=["dropout", "half precision", "another head dimension", "short"],
 )
-def test_what_is_left_to_torch(shape, dtype, dropout, calls):
+def test_what_is_left_to_torch(shape, dtype, dropout, calls, cudnn):
     inputs = tensors(shape, dtype=dtype)
-    torch.manual_seed(3)
-    found = gradients(inputs, True, dropout=dropout)
+
+    def both():
+        torch.manual_seed(3)
+        out = forward(inputs, True, dropout=dropout)
+        return out, *gradients(inputs, True, WITH_CUDNN, dropout)
+
+    found = both()
     assert not calls
+    assert not cudnn
     attention.release()
-    torch.manual_seed(3)
-    theirs = gradients(inputs, True, dropout=dropout)
+    theirs = both()
     attention.install()
     assert all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True))
 
 
-def test_release_gives_torch_its_kernel_back(calls):
+def test_release_gives_torch_its_kernels_back(calls, cudnn):
     inputs = tensors(SHAPES[0])
     attention.install()
     attention.release()
-    gradients(inputs, True)
-    assert len(calls) == 1
+    gradients(inputs, True, WITH_CUDNN)
+    assert len(calls) == len(cudnn) == 1
     attention.release()
-    gradients(inputs, True)
-    assert len(calls) == 1
+    gradients(inputs, True, WITH_CUDNN)
+    assert len(calls) == len(cudnn) == 1
     attention.install()
-    gradients(inputs, True)
-    assert len(calls) == 2
+    gradients(inputs, True, WITH_CUDNN)
+    assert len(calls) == len(cudnn) == 2
 
 
-def test_under_compile(calls):
+def test_under_compile(calls, cudnn):
     inputs = tensors(SHAPES[0])
-    plain = gradients(inputs, True)
+    plain = gradients(inputs, True, WITH_CUDNN)
     query, key, value, grad = inputs
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
 
@@ -187,5 +309,5 @@ def test_under_compile(calls):
         return scaled_dot_product_attention(query, key, value, is_causal=True)
 
     found = torch.autograd.grad(function(*leaves), leaves, grad)
-    assert len(calls) == 2
+    assert len(calls) == len(cudnn) == 2
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))

@@ -1,33 +1,38 @@
-"""Attention on GPUs: a backward of our own in place of torch's deterministic one, which takes twice the time.
+"""Attention on GPUs: deterministic, and yet about as fast as torch's attention that is not.
 
-While deterministic algorithms are asked for, scaled_dot_product_attention takes torch's flash kernel. Its backward
-is an operator of its own, and this file gives that operator another CUDA kernel, through torch's dispatcher: user
-code, autograd and torch.compile reach it as they reach torch's. What ours does not cover goes on to torch's kernel,
-as everything does once the last user has released it.
+While deterministic algorithms are asked for, scaled_dot_product_attention takes torch's flash kernels. Their forward
+and their backward are operators, and this file gives both other CUDA kernels, through torch's dispatcher: user code,
+autograd and torch.compile reach them as they reach torch's. Forward is cuDNN's, which torch leaves out since cuDNN's
+backward would not be deterministic; backward is ours. What they do not cover goes on to torch's kernels, as everything
+does once the last user has released them.
 """
 
 import importlib.util
 import math
 import threading
 import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
 
+Output = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-OPERATOR = "_scaled_dot_product_flash_attention_backward"
+OPERATOR = "_scaled_dot_product_flash_attention"
 HEAD_DIMS = (64, 128)
 SHORTEST = 256
-"""Shorter sequences are left to torch: starting three kernels would cost more than it saves."""
+"""Shorter sequences are left to torch: starting kernels from Python would cost more than it saves."""
 
 _lock = threading.Lock()
 _num_users = 0
 _library: torch.library.Library | None = None
+_refused: set[object] = set()
+"""Layouts that cuDNN has no kernel for."""
 
 
 def install() -> None:
-    """Use our backward where it applies, until released as often as installed. Nothing where there is no GPU."""
+    """Use these kernels where they apply, until released as often as installed. Nothing where there is no GPU."""
     global _num_users, _library
     with _lock:
         _num_users += 1
@@ -37,12 +42,13 @@ def install() -> None:
             library = torch.library.Library("aten", "IMPL")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")  # which is what is wanted
-                library.impl(OPERATOR, _backward, "CUDA", allow_override=True)
+                library.impl(OPERATOR, _forward, "CUDA", allow_override=True)
+                library.impl(OPERATOR + "_backward", _backward, "CUDA", allow_override=True)
             _library = library
 
 
 def release() -> None:
-    """Undo one install(); the last one gives torch its kernel back."""
+    """Undo one install(); the last one gives torch its kernels back."""
     global _num_users, _library
     with _lock:
         assert _num_users > 0, "released more often than installed"
@@ -50,6 +56,55 @@ def release() -> None:
         if _num_users == 0 and _library is not None:
             _library._destroy()
             _library = None
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Output:
+    """What the dispatcher calls; the arguments are the operator's, heads before rows."""
+    length_q, length_k = query.shape[2], key.shape[2]
+    # Who has switched cuDNN's attention off keeps the flash kernel.
+    plain = dropout_p == 0.0 and not return_debug_mask and torch.backends.cuda.cudnn_sdp_enabled()
+    if plain and _asked_for() and _covers((query, key, value), is_causal):
+        found = _cudnn_forward(query, key, value, is_causal, scale)
+        if found is not None:
+            # The seed and offset of dropout, which backward is handed and does not read, and no debug mask.
+            seed, offset = (query.new_empty(sizes, dtype=torch.uint64) for sizes in ((2,), ()))
+            return *found, None, None, length_q, length_k, seed, offset, query.new_empty(0)
+    # What torch's own kernel of this operator does: rows before heads, and the general forward.
+    turned = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out, logsumexp, seed, offset, debug_mask = torch.ops.aten._flash_attention_forward(
+        *turned, None, None, length_q, length_k, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    return out.transpose(1, 2), logsumexp, None, None, length_q, length_k, seed, offset, debug_mask
+
+
+def _cudnn_forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """The output and logsumexp by cuDNN; None for layouts that it refuses, which depends on nothing else."""
+    query, key, value = _readable(query), _readable(key), _readable(value)
+    layout = (is_causal, *((tensor.shape, tensor.stride()) for tensor in (query, key, value)))
+    if layout in _refused:
+        return None
+    try:
+        out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, False, scale=scale
+        )
+    except RuntimeError as error:
+        # Anything else, such as memory that has run out, must not choose between kernels.
+        if not any(words in str(error) for words in ("cuDNN Frontend error", "not compiled with cuDNN")):
+            raise
+        _refused.add(layout)
+        return None
+    return out, logsumexp.squeeze(3).contiguous()
 
 
 def _backward(
@@ -108,7 +163,7 @@ def _backward(
 
 
 def _asked_for() -> bool:
-    """Without determinism, torch's kernel is faster than ours."""
+    """Without determinism, torch's kernels are faster than these."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -116,7 +171,7 @@ def _asked_for() -> bool:
 
 
 def _covers(tensors: tuple[Tensor, ...], causal: bool) -> bool:
-    """Whether our kernels compute this attention, and on a GPU for which their tiles were chosen."""
+    """Whether our backward computes this attention, and on a GPU for which its tiles were chosen."""
     query, key, value, *_ = tensors
     length_q, length_k = query.shape[2], key.shape[2]
     return (
@@ -128,8 +183,14 @@ def _covers(tensors: tuple[Tensor, ...], causal: bool) -> bool:
         and (length_q == length_k or not causal)
         # Within a head, places are numbers of 32 bits.
         and all(tensor.shape[2] * max(tensor.stride(2), tensor.shape[3]) < 2**31 for tensor in tensors)
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and query.numel() > 0
+        and _is_hopper(query.device)
     )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _readable(tensor: Tensor) -> Tensor:
