@@ -39,15 +39,11 @@ class EngineError(RuntimeError):
     """An engine could not run."""
 
 
-def _settle_process(engine: str) -> None:
+def _settle_process() -> None:
     """What has to be known before CUDA starts."""
     import warnings
 
     warnings.simplefilter("ignore")
-    if is_stable(engine) or engine.startswith("lanewise"):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if "native" in engine:
-        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     import torch
 
     torch.set_num_threads(1)
@@ -100,7 +96,7 @@ def _facts(prepared: Any, case: Case) -> dict[str, Any]:
 
 def _serve(engine: str, case: Case, pipe: Connection) -> None:
     try:
-        _settle_process(engine)
+        _settle_process()
         import torch
 
         if case.device == "cuda":
@@ -304,7 +300,7 @@ def profile(engine: str, case: Case, count: int) -> None:
     import torch
     from torch.profiler import ProfilerActivity
 
-    _settle_process(engine)
+    _settle_process()
     prepared = ENGINES[engine](case)
     _warm_up(prepared, case, 8 if COMPILED in engine else 4)
     wall, ahead, cpu = [], [], []

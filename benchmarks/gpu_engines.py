@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from benchmarks import gpu_models as models
 from benchmarks import pretend
 from benchmarks.gpu_models import Llama, Size
+from lanewise.engine import device as devices
 
 _RATE = 1e-5
 _BATCHES = 4
@@ -72,9 +73,7 @@ def _compile(model: Llama) -> None:
 
 def _be_deterministic() -> None:
     """What `lw.start` does for an exact run."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.backends.cudnn.benchmark = False
+    devices.settle(torch.device("cuda" if torch.cuda.is_available() else "cpu", 0), threads=1, exact=True)
 
 
 def bare(is_deterministic: bool = False, own_attention: bool = False, is_compiled: bool = False) -> Make:
@@ -197,7 +196,6 @@ def lanewise(
         )
         if free_kernels:
             torch.use_deterministic_algorithms(False)
-            _remove_own_attention()
         model = models.on_meta(size)
         if is_compiled:
             _compile(model)
@@ -216,15 +214,6 @@ def lanewise(
         return Engine(step, run)
 
     return make
-
-
-def _remove_own_attention() -> None:
-    if importlib.util.find_spec("lanewise.engine.attention") is not None:
-        from lanewise.engine import attention
-
-        for name in ("remove", "uninstall"):
-            if hasattr(attention, name):
-                getattr(attention, name)()
 
 
 BARE, STABLE, OWN = "bare", "bare deterministic", "bare deterministic own attention"

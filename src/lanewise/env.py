@@ -139,11 +139,6 @@ def numeric_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     return {name: environ[name] for name in NUMERIC_VARIABLES if name in environ}
 
 
-def set_default(name: str, value: str) -> None:
-    """Set a variable that a library reads at its start, unless the user has."""
-    os.environ.setdefault(name, value)
-
-
 @contextlib.contextmanager
 def temporarily(name: str, value: str | None) -> Iterator[None]:
     """Have a variable set for a library that reads it inside, unless the user has set it or there is no value."""

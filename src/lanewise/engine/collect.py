@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lanewise.engine import sparse
+from lanewise.engine import guard, sparse
 from lanewise.engine.report import LaneReport
 from lanewise.engine.strategies import GradientSum
 from lanewise.engine.sum import Leaf
@@ -37,6 +37,7 @@ class Collector:
             for flat in unit.trainable:
                 self._first[flat.number] = len(self.parameters)
                 self.parameters += [(flat, place) for place in range(len(flat.parameters))]
+        self._all = [flat.parameters[place] for flat, place in self.parameters]
 
     def begin_step(self) -> None:
         """Forget which parameters were used."""
@@ -44,9 +45,10 @@ class Collector:
 
     def clear(self) -> None:
         """Drop gradients that were left behind by somebody else's backward."""
-        for flat, place in self.parameters:
-            if flat.parameters[place].grad is not None:
-                flat.parameters[place].grad = None
+        with guard.unguarded():
+            for parameter in self._all:
+                if parameter.grad is not None:
+                    parameter.grad = None
 
     def begin(self, lane: LaneReport) -> None:
         """The next backward completes this lane's gradients."""
@@ -64,15 +66,17 @@ class Collector:
         """Backward is over: units that it never reached have no gradient."""
         self._complete.update(unit.number for unit in self.order)
         self._hand_on()
-        for flat, place in self.parameters:
-            if flat.parameters[place].grad is not None:
-                raise ModelError(
-                    f"parameter {flat.names[place]!r} got a gradient after backward had left its unit "
-                    f"{flat.unit_name!r}: it was also used outside that unit, before the unit's own forward. Use "
-                    "it after that forward (a penalty on all parameters, say, after the model has run), or choose "
-                    "units with run.prepare(..., units=[...]) that contain every use; units=[] makes the whole model "
-                    "one."
-                )
+        with guard.unguarded():
+            left = next((n for n, parameter in enumerate(self._all) if parameter.grad is not None), None)
+        if left is not None:
+            flat, place = self.parameters[left]
+            raise ModelError(
+                f"parameter {flat.names[place]!r} got a gradient after backward had left its unit "
+                f"{flat.unit_name!r}: it was also used outside that unit, before the unit's own forward. Use "
+                "it after that forward (a penalty on all parameters, say, after the model has run), or choose "
+                "units with run.prepare(..., units=[...]) that contain every use; units=[] makes the whole model "
+                "one."
+            )
 
     def _hand_on(self) -> None:
         while self._next < len(self.order) and self.order[self._next].number in self._complete:
@@ -81,17 +85,16 @@ class Collector:
             self._sum.deposit(unit, [self._leaf(flat) for flat in unit.trainable])
 
     def _leaf(self, flat: Flat) -> Leaf:
-        gradients: list[torch.Tensor | None] = []
-        for place, parameter in enumerate(flat.parameters):
-            gradient = parameter.grad
-            parameter.grad = None
-            if gradient is not None and self._lane.is_padding:
-                gradient = None
-            if gradient is not None:
-                if gradient.layout != torch.strided:
-                    gradient = sparse.tidy(gradient, flat)
-                self.present.add(self._first[flat.number] + place)
-            gradients.append(gradient)
+        with guard.unguarded():
+            gradients = [parameter.grad for parameter in flat.parameters]
+            for parameter in flat.parameters:
+                parameter.grad = None
+        if self._lane.is_padding:
+            gradients = [None] * len(gradients)
+        if flat.sparse_columns and gradients[0] is not None and gradients[0].layout != torch.strided:
+            gradients = [sparse.tidy(gradients[0], flat)]
+        first = self._first[flat.number]
+        self.present.update(first + n for n, gradient in enumerate(gradients) if gradient is not None)
         if self.observer is not None:
             self.observer(self._lane, flat, gradients)
         return Leaf(flat.layout, gradients, flat.storage.device)

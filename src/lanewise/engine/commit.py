@@ -5,7 +5,7 @@ Nothing is changed before the decision is made, so a refused step leaves everyth
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -124,6 +124,12 @@ class Committer:
         """Step as the device has decided."""
         self._step(present, 1.0, verdict, clip_value)
 
+    def agreed(self, numbers: Sequence[float], clips: bool) -> Outcome:
+        """What became of a step that the device did not refuse."""
+        _, loss, weight, squares = numbers
+        norm = math.sqrt(squares) / (weight * self.scale.value) if clips else None
+        return Outcome(loss / weight, weight, norm, False, None, self.scale.value)
+
     def decide(self, report: StepReport, clip: float | None) -> tuple[float, Outcome]:
         """By what to divide the sums, and what becomes of the step."""
         overflowed = report.bad_total is not None
@@ -147,7 +153,7 @@ class Committer:
             totals = [self._sum.total(flat, self._world.rank) for flat in self._flats]
             for total in totals:
                 total.div_(verdict.divisor.to(total.dtype)).clamp_(-clip_value, clip_value)
-            verdict = Verdict(torch.ones_like(verdict.divisor), verdict.refused)
+            verdict = replace(verdict, divisor=torch.ones_like(verdict.divisor))
         elif verdict is None and (
             clip_value is not None or (self._updates_everything and not self._divides_later(divisor))
         ):

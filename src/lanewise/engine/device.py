@@ -15,6 +15,7 @@ import torch
 
 from lanewise import env
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _PAUSE_S = 0.00005
 """Between two looks at a GPU."""
 
@@ -32,11 +33,22 @@ def settle(device: torch.device, threads: int, exact: bool) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if exact:
-            env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             deterministic: Any = torch.utils.deterministic
             deterministic.fill_uninitialized_memory = False
             torch.backends.cudnn.benchmark = False
+            _begin_cublas(device)
+
+
+def _begin_cublas(device: torch.device) -> None:
+    """Start cuBLAS with a fixed workspace, as deterministic algorithms want it.
+
+    torch asks for the variable before the first product, and gives cuBLAS a workspace of its own in any case. While
+    the variable is set, torch 2.11 parses it at every product, which takes longer than to launch one.
+    """
+    small = torch.ones(16, 16, device=device)
+    with env.temporarily(_WORKSPACE, ":4096:8"):
+        torch.mm(small, small)
 
 
 def keep_freed_memory() -> bool:

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lanewise.config import NonFinite, Reduction
-from lanewise.engine import device, hashing, precision
+from lanewise.engine import attention, device, hashing, precision
 from lanewise.engine.buffers import Buffers
 from lanewise.engine.collect import Collector
-from lanewise.engine.commit import Committer
+from lanewise.engine.commit import Committer, Outcome
 from lanewise.engine.eager import EagerSum
 from lanewise.engine.finite import DeviceCheck, FiniteCheck, HostCheck
 from lanewise.engine.meter import Meter
@@ -83,6 +83,8 @@ class Engine:
     def install(self, dtype: torch.dtype | None) -> None:
         """Hook the model; `dtype` is what its inputs are cast to, where that was asked for."""
         self.passes.install()
+        if self.world.device.type == "cuda":
+            attention.install()
         if dtype is not None:
             self._handles.append(precision.cast_inputs(self.model, dtype))
 
@@ -250,26 +252,24 @@ class Engine:
         self._judge.fill(row, losses, weights, self._check.wanted_flags, squares)
         rows = transport.rows(row, "the report of a step")
         verdict = self._judge.decide(rows, self.committer.scale.value, clip, self._nonfinite == "ignore")
-        on_host = device.to_host(rows)
-        places = self._check.places
-
-        def read() -> StepReport:
-            return form.read(on_host, schedule, places.index)
-
+        numbers = device.to_host(verdict.numbers)
         mark = device.Mark(device.Queue.present(self.world.device))
-        present: list[bool] | tuple[bool, ...] = [True] * form.num_parameters
+        places = self._check.places
+        present: Sequence[bool] = [True] * form.num_parameters
         if len(self._report.present) < form.num_parameters:
-            self._await(mark)
-            present = read().present
+            present = form.read(rows.cpu(), schedule, places.index).present
         self.committer.commit_unseen(present, verdict, clip_value)
 
-        def judge() -> Known:
+        def look() -> Outcome:
             self._await(mark)
-            report = read()
+            found = numbers.tolist()
+            if not found[0]:
+                return self.committer.agreed(found, clip is not None)
+            report = form.read(rows.cpu(), schedule, places.index)
             self._refuse_differences(report, step, ahead=True)
-            return Known(self.committer.decide(report, clip)[1])
+            return self.committer.decide(report, clip)[1]
 
-        return Unseen(judge)
+        return Unseen(look)
 
     def _await(self, mark: device.Mark) -> None:
         transport = self.world.transport
@@ -354,3 +354,5 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self.committer.optimizer.release()
+        if self.world.device.type == "cuda":
+            attention.release()

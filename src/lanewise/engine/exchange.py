@@ -28,6 +28,7 @@ _PAUSE_S = 0.05
 """Between two tries to reach a server that is not up yet."""
 _NEVER_SENT = 1 << 30
 """The tag of a message that no rank sends."""
+_ALL_TO_ALL = dist.AllToAllOptions()
 Group = dist.ProcessGroup
 Work = dist.Work
 
@@ -224,7 +225,7 @@ def all_to_all(
     group: Group, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
 ) -> Work:
     """Start one exchange in which each pair of ranks may send a different length."""
-    return group.alltoall_base(received, sent, from_each, to_each, dist.AllToAllOptions())
+    return group.alltoall_base(received, sent, from_each, to_each, _ALL_TO_ALL)
 
 
 def all_reduce(group: Group, tensor: torch.Tensor) -> Work:

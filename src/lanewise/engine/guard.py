@@ -128,6 +128,11 @@ def is_away(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, _Away)
 
 
+def unguarded() -> Any:
+    """Inside, what is harmless is asked of parameters without a look at what it is."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def forget(parameter: nn.Parameter) -> None:
     """Undo `label`."""
     parameter.__dict__.pop(_LABEL, None)

@@ -223,6 +223,7 @@ class ShardedHome:
         self._units = units
         self._room = room.choose(world.device)
         self.is_safe = self._room.is_safe
+        self._where = {unit.number: _GATHER + unit.name for unit in units}
         self._shards: dict[int, _Shard] = {}
         self._place = {unit.number: Place.HERE for unit in units}
         self._arrivals: dict[int, list[Arrival]] = {}
@@ -259,7 +260,7 @@ class ShardedHome:
         if self._place[unit.number] is not Place.AWAY:
             return
         arrivals = []
-        where = _GATHER + unit.name
+        where = self._where[unit.number]
         for flat in unit.flats:
             shard = self._shards[flat.number]
             self._room.fill(shard.place)

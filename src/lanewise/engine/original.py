@@ -5,11 +5,11 @@ changed in place may be shared with other ranks or have a wider master, so the c
 made twice. Both are errors, found before the next step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
+from lanewise.engine import guard
 from lanewise.engine.unit import Flat
 from lanewise.errors import ModelError
 
@@ -19,7 +19,7 @@ class Original:
 
     def __init__(self, model: nn.Module, flats: Sequence[Flat], frees: bool) -> None:
         """`frees` says that values go away between uses, and whatever is done to them with them."""
-        self._flats = tuple(flats)
+        self._all = [(flat, index, p) for flat in flats for index, p in enumerate(flat.parameters)]
         self._frees = frees
         self._versions: list[int] = []
         self._entries = [
@@ -31,7 +31,8 @@ class Original:
 
     def remember(self) -> None:
         """The model is now as it should be."""
-        self._versions = self.versions()
+        if not self._frees:
+            self._versions = self.versions()
 
     def check(self) -> None:
         """Raise if somebody else has changed the model since."""
@@ -41,8 +42,14 @@ class Original:
                     f"parameter {name!r} was replaced by another object or removed since prepare, and the new one "
                     "would not be trained. Make such changes before prepare."
                 )
-        for flat, index, parameter in self._all():
-            if parameter.requires_grad and not flat.trainable:
+        with guard.unguarded():
+            self._check_all()
+        if not self._frees:
+            self.check_values("since the last step, outside the optimizer", self._versions)
+
+    def _check_all(self) -> None:
+        for flat, index, parameter in self._all:
+            if not flat.trainable and parameter.requires_grad:
                 raise ModelError(
                     f"parameter {flat.names[index]!r} requires a gradient, but was frozen or in no optimizer group "
                     "when the model was prepared, so it has no place in the exchange. Prepare the model with "
@@ -54,14 +61,12 @@ class Original:
                     "p.data = ...), and would not be trained there. Move and convert the model before prepare; "
                     "precision= sets the type that parameters are stored in."
                 )
-        if not self._frees:
-            self.check_values("since the last step, outside the optimizer", self._versions)
 
     def check_values(self, when: str, versions: Sequence[int]) -> None:
         """Raise if a parameter was changed in place."""
         changed = [
             flat.names[index]
-            for (flat, index, _), old, now in zip(self._all(), versions, self.versions(), strict=True)
+            for (flat, index, _), old, now in zip(self._all, versions, self.versions(), strict=True)
             if old != now
         ]
         if changed:
@@ -73,17 +78,11 @@ class Original:
 
     def versions(self) -> list[int]:
         """How often each parameter has been written to, but for the optimizer."""
-        return [parameter._version for _, _, parameter in self._all()]
-
-    def _all(self) -> Iterator[tuple[Flat, int, nn.Parameter]]:
-        for flat in self._flats:
-            for index, parameter in enumerate(flat.parameters):
-                yield flat, index, parameter
+        with guard.unguarded():
+            return [parameter._version for _, _, parameter in self._all]
 
 
 def _is_bound(flat: Flat, index: int) -> bool:
     """Whether a parameter lies in its place in its flat."""
     start = flat.layout.fields[index].start * flat.dtype.itemsize
-    parameter = flat.parameters[index]
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.data_ptr() == flat.storage.data_ptr() + start
+    return flat.parameters[index].data_ptr() == flat.storage.data_ptr() + start

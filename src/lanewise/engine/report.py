@@ -7,6 +7,7 @@ come to the same decision from the same numbers.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -95,14 +96,14 @@ class Form:
     num_buffers: int
     options: tuple[str, ...]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The lengths of the parts: lanes, squares, what is bad, presence, buffers, options."""
         return (
             4 * self.lanes, self.lanes, 1 + self.lanes, self.num_parameters, self.num_buffers, len(self.options),
         )  # fmt: skip
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each part begins, and the length of the row."""
         return tuple(accumulate(self.sizes, initial=0))
@@ -117,10 +118,13 @@ class Form:
             ]  # fmt: skip
         low = squares + self.slots[rank][0]
         row[low : low + len(mine.slot_squares)] = mine.slot_squares
-        row[bad : bad + 1 + self.lanes] = [
-            float(mine.bad_total), *(float(mine.bad_leaves.get(lane, NOTHING)) for lane in range(self.lanes)),
-        ]  # fmt: skip
-        for index in mine.present:
+        row[bad:present] = [float(NOTHING)] * (1 + self.lanes)
+        row[bad] = float(mine.bad_total)
+        for lane, index in mine.bad_leaves.items():
+            row[bad + 1 + lane] = float(index)
+        if len(mine.present) == self.num_parameters:
+            row[present : present + self.num_parameters] = [1.0] * self.num_parameters
+        for index in mine.present if len(mine.present) < self.num_parameters else ():
             row[present + index] = 1.0
         row[self.starts[4] :] = [*mine.changed_buffers.tolist(), *mine.options.values()]
         return torch.tensor(row, dtype=torch.float64)

@@ -34,14 +34,14 @@ class Unseen:
 
     is_known = False
 
-    def __init__(self, read: Callable[[], Known]) -> None:
-        self._read: Callable[[], Known] | None = read
-        self._known: Known | None = None
+    def __init__(self, look: Callable[[], Outcome]) -> None:
+        self._look: Callable[[], Outcome] | None = look
+        self._outcome: Outcome | None = None
 
     def outcome(self) -> Outcome:
         """Waits for the device, once."""
-        if self._known is None:
-            assert self._read is not None
-            self._known = self._read()
-            self._read = None
-        return self._known.outcome()
+        if self._outcome is None:
+            assert self._look is not None
+            self._outcome = self._look()
+            self._look = None
+        return self._outcome

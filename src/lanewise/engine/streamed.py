@@ -22,7 +22,7 @@ from lanewise.engine.unit import Flat
 from lanewise.engine.world import World
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.layout import FlatLayout, between
-from lanewise.lanes.program import Instruction
+from lanewise.lanes.program import Instruction, Program
 from lanewise.lanes.schedule import Schedule
 from lanewise.lanes.tree import leaf as leaf_node
 
@@ -38,15 +38,13 @@ class _Packing:
     """The lengths of all parts, of padding too, in order."""
     fields: tuple[tuple[int, int, int], ...]
     """The field and its elements that each part holds; -1 for padding."""
-    to_each: tuple[int, ...]
+    to_each: list[int]
     mine: Span
     """The part of this rank's registers that the piece adds to."""
     first: int
     """The element of the flat that it begins with."""
 
-    @property
-    def length(self) -> int:
-        return sum(self.to_each)
+    length: int
 
 
 @dataclass
@@ -72,6 +70,9 @@ class StreamedSum(EagerSum):
         self._device_check = check
         self._main = device.Queue.present(world.device)
         self._side = device.Queue.another(world.device)
+        self._planned: Schedule | None = None
+        self._rounds: dict[tuple[int, torch.dtype], Adding] = {}
+        self._where = {flat.number: f"the exchange of gradients of {flat.unit_name}" for flat in flats}
         self._underway: deque[_Underway] = deque()
         self._packings = {
             flat.number: tuple(
@@ -81,17 +82,24 @@ class StreamedSum(EagerSum):
             for flat in flats
         }
         self._wholes: dict[int, torch.Tensor] = {}
-        self._used_bytes = self._most_bytes = self._most_gradients = 0
+        self._used_bytes = self._most_bytes = self._gradient_bytes = self._most_gradients = 0
 
     def begin_step(self, schedule: Schedule) -> None:
         """Plan the step."""
         super().begin_step(schedule)
         self._main = device.Queue.present(self._world.device)
-        self._rounds: dict[tuple[int, torch.dtype], Adding] = {}
+        if schedule is not self._planned:
+            self._planned = schedule
+            self._plan_rounds(schedule)
+
+    def _plan_rounds(self, schedule: Schedule) -> None:
+        self._rounds = {}
+        self._from_each: dict[tuple[int, int], list[int]] = {}
         self._senders = [
             [rank for rank, lane in enumerate(row) if lane is not None] for row in schedule.table
         ]
         self._first_lane = [min(lane for lane in row if lane is not None) for row in schedule.table]
+        self._num_kept = 1 + max(max(pending, default=0) for pending in _pending(self._program))
 
     def finish(self) -> None:
         """Have the main queue wait for every sum that this rank owns."""
@@ -108,9 +116,8 @@ class StreamedSum(EagerSum):
             whole = self._empty(flat.layout.length, flat.sum_dtype)
             low, high = spans[self._world.rank]
             whole[low:high].copy_(self._registers[flat.number][0])
-            self._registers[flat.number].clear()
+            self._count_gradients(whole.nbytes)
             self._wholes[flat.number] = whole
-            self._count_gradients()
             where = f"the gather of gradients of unit {flat.unit_name}"
             under_way.append(self._transport.gather(whole, spans, where, number))
         for arrival in under_way:
@@ -127,6 +134,7 @@ class StreamedSum(EagerSum):
         """Free all sums."""
         super().end_step()
         self._wholes.clear()
+        self._gradient_bytes = 0
         for registers in self._registers.values():
             registers.clear()
 
@@ -138,7 +146,7 @@ class StreamedSum(EagerSum):
     @property
     def present_bytes(self) -> dict[str, int]:
         """What is in use now."""
-        return {"gradients": self._gradient_bytes(), "exchange": self._used_bytes}
+        return {"gradients": self._gradient_bytes, "exchange": self._used_bytes}
 
     def _find_registers(self, flat: Flat) -> None:
         """Room is found when a flat's first gradient comes, since a forward needs the memory for itself."""
@@ -147,9 +155,9 @@ class StreamedSum(EagerSum):
         registers = self._registers[flat.number]
         if not registers:
             low, high = self._world.my_span(flat)
-            for _ in range(self._program.num_registers):
+            for _ in range(self._program.num_registers if flat.sparse_columns else self._num_kept):
                 registers.append(self._empty(high - low, flat.sum_dtype))
-            self._count_gradients()
+            self._count_gradients(sum(register.nbytes for register in registers))
         if flat.sparse_columns:
             super()._send(flat, leaf)
             return
@@ -166,9 +174,9 @@ class StreamedSum(EagerSum):
             rows, arrival = packed, None
         else:
             rows = self._new(own * len(senders), flat.dtype)
-            from_each = [own if rank in senders else 0 for rank in range(self._world.size)]
-            to_each = list(packing.to_each) if leaf is not None else [0] * self._world.size
-            where = f"the exchange of gradients of {flat.unit_name}"
+            from_each = self._lengths(own)
+            to_each = packing.to_each if leaf is not None else [0] * self._world.size
+            where = self._where[flat.number]
             arrival = self._transport.swap(rows, packed, from_each, to_each, where, self._announced)
         arrived = device.Mark(self._main)
         low, high = packing.mine
@@ -183,6 +191,16 @@ class StreamedSum(EagerSum):
         self._underway.append(_Underway(done, (packed, rows)))
         self._wait(_LAG)
 
+    def _lengths(self, own: int) -> list[int]:
+        """How much comes from each rank, where a lane sends so many elements."""
+        key = (self._number, own)
+        if key not in self._from_each:
+            lengths = [0] * self._world.size
+            for rank in self._senders[self._number]:
+                lengths[rank] = own
+            self._from_each[key] = lengths
+        return self._from_each[key]
+
     def _adding(self, flat: Flat) -> "Adding":
         """How this round's rows are added."""
         key = (self._number, flat.dtype)
@@ -191,12 +209,9 @@ class StreamedSum(EagerSum):
             self._rounds[key] = adding(instructions, self._first_lane[self._number], flat, self._world.device)
         return self._rounds[key]
 
-    def _gradient_bytes(self) -> int:
-        registers = sum(t.nbytes for tensors in self._registers.values() for t in tensors)
-        return registers + sum(whole.nbytes for whole in self._wholes.values())
-
-    def _count_gradients(self) -> None:
-        self._most_gradients = max(self._most_gradients, self._gradient_bytes())
+    def _count_gradients(self, more: int) -> None:
+        self._gradient_bytes += more
+        self._most_gradients = max(self._most_gradients, self._gradient_bytes)
 
     def _wait(self, left: int) -> None:
         while len(self._underway) > left:
@@ -212,6 +227,19 @@ class StreamedSum(EagerSum):
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._world.device)
+
+
+def _pending(program: Program) -> list[set[int]]:
+    """The registers that hold a subtree after each round. All others are used within a round only."""
+    pending: set[int] = set()
+    found = []
+    for instructions in program.rounds:
+        for step in instructions:
+            pending.add(step.register)
+            if step.source is not None:
+                pending.discard(step.source)
+        found.append(set(pending))
+    return found
 
 
 Adding = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None, int], None]
@@ -239,6 +267,8 @@ def _add_plainly(
     position: int,
 ) -> None:
     length = registers[0].numel()
+    num_used = 1 + max((step.register for step in instructions), default=-1)
+    registers = [*registers, *(torch.empty_like(registers[0]) for _ in range(num_used - len(registers)))]
     split = rows.split(length) if length else []
     arrivals = {leaf_node(first_lane + number): row for number, row in enumerate(split)}
     carry_out(instructions, registers, arrivals)
@@ -283,5 +313,5 @@ def _packing(layout: FlatLayout, piece: Sequence[Span], rank: int, base: int) ->
                 sizes.append(stop - start)
                 fields.append(what)
     low, high = piece[rank]
-    lengths = tuple(stop - start for start, stop in piece)
-    return _Packing(tuple(sizes), tuple(fields), lengths, (low - base, high - base), low)
+    lengths = [stop - start for start, stop in piece]
+    return _Packing(tuple(sizes), tuple(fields), lengths, (low - base, high - base), low, sum(lengths))

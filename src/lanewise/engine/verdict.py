@@ -16,11 +16,13 @@ from lanewise.lanes.schedule import Schedule
 
 @dataclass(frozen=True)
 class Verdict:
-    """Two numbers on the device, in the form that fused optimizers take."""
+    """What the device has decided; the first two in the form that fused optimizers take."""
 
     divisor: torch.Tensor
     refused: torch.Tensor
     """1 where nothing is to be changed, else 0."""
+    numbers: torch.Tensor
+    """For the host: whether it is refused, the sum of losses, their weight, and the squares of all gradients."""
 
 
 class Judge:
@@ -80,7 +82,8 @@ class Judge:
             factor = clip / (total[2].sqrt() / divisor + 1e-6)
             clips = (factor < 1.0) | torch.isnan(factor)
             divisor = torch.where(clips, divisor / factor, divisor)
-        return Verdict(divisor.float(), refused.float())
+        numbers = torch.cat([refused.double().view(1), total])
+        return Verdict(divisor.float(), refused.float(), numbers)
 
     def _index(self, numbers: object) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)

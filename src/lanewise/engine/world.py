@@ -1,7 +1,8 @@
 """Who owns what: the ranks, their slots, and the flats cut along them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -18,6 +19,7 @@ class World:
     transport: Transport
     lanes: int
     device: torch.device
+    _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -29,7 +31,7 @@ class World:
         """How many processes there are."""
         return self.transport.size
 
-    @property
+    @cached_property
     def others(self) -> tuple[int, ...]:
         """All ranks but this one."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
@@ -51,18 +53,20 @@ class World:
             return 1 << 26
         return 1 << 21 if self.transport.is_shared else 1 << 23
 
-    @property
+    @cached_property
     def slots(self) -> tuple[Span, ...]:
         """The slots of every rank."""
         return spans(even(self.lanes, self.size))
 
     def spans(self, flat: Flat) -> tuple[Span, ...]:
         """The elements of a flat that each rank owns."""
-        return tuple(flat.layout.span(slots) for slots in self.slots)
+        if flat.number not in self._spans:
+            self._spans[flat.number] = tuple(flat.layout.span(slots) for slots in self.slots)
+        return self._spans[flat.number]
 
     def my_span(self, flat: Flat) -> Span:
         """The elements of a flat that this rank owns."""
-        return flat.layout.span(self.slots[self.rank])
+        return self.spans(flat)[self.rank]
 
     def pieces(self, flat: Flat) -> tuple[tuple[Span, ...], ...]:
         """What is exchanged at once: a stretch of every owner's span."""

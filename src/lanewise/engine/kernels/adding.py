@@ -17,8 +17,9 @@ from lanewise.engine.report import NOTHING
 from lanewise.lanes.program import Action, Instruction
 
 _ACCUMULATED = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
-_FEW = 1 << 18
-"""Elements below which smaller blocks keep more of a GPU busy."""
+_BLOCK, _WARPS = 512, 4
+_AHEAD = 16
+"""Leaves that are on their way from memory while another is added."""
 
 Code = tuple[tuple[Action, int, int, int, int], ...]
 """Instructions with arrivals counted from the first lane of the round; -1 for what an instruction has not."""
@@ -50,7 +51,8 @@ class Round:
     ) -> None:
         program = code(instructions, first_lane)
         self._first_lane = first_lane
-        self._used = _registers(program)
+        read, written = _kept(program)
+        self._used = sorted(read | written)
         self._plain, self._checking = (_kernel(program, arriving, kept, checks) for checks in (False, True))
 
     def __call__(
@@ -61,11 +63,10 @@ class Round:
         if not self._used or not length:
             return
         used = [registers[number] for number in self._used]
-        block = 1024 if length >= _FEW else 512
         kernel = self._plain if flags is None else self._checking
         noted = rows if flags is None else flags
-        kernel[(-(-length // block),)](
-            rows, length, *used, noted, position, self._first_lane, BLOCK=block, num_warps=4
+        kernel[(-(-length // _BLOCK),)](
+            rows, length, *used, noted, position, self._first_lane, BLOCK=_BLOCK, num_warps=_WARPS
         )
 
 
@@ -86,8 +87,21 @@ def note(values: torch.Tensor, flag: torch.Tensor, position: int) -> None:
     )
 
 
-def _registers(program: Code) -> list[int]:
-    return sorted({step[1] for step in program} | {step[4] for step in program if step[4] >= 0})
+def _kept(program: Code) -> tuple[set[int], set[int]]:
+    """The registers that a round reads before it writes them, and those that hold something new after it.
+
+    All others are never in memory.
+    """
+    read: set[int] = set()
+    written: set[int] = set()
+    for action, register, _, _, source in program:
+        if action in (Action.FOLD, Action.MERGE):
+            read |= {register} - written
+        if source >= 0:
+            read |= {source} - written
+            written.discard(source)
+        written.add(register)
+    return read, written
 
 
 @cache
@@ -102,8 +116,8 @@ def _kernel(program: Code, arriving: torch.dtype, kept: torch.dtype, checks: boo
 
 def source(program: Code, accumulated: str, checks: bool) -> str:
     """The text of a kernel."""
-    used = _registers(program)
-    names = ", ".join(f"R{number}" for number in used)
+    read_first, written = _kept(program)
+    names = ", ".join(f"R{number}" for number in sorted(read_first | written))
     lines = [
         "import triton",
         "import triton.language as tl",
@@ -114,10 +128,14 @@ def source(program: Code, accumulated: str, checks: bool) -> str:
         "    inside = at < length",
     ]
     live: set[int] = set()
-    freed: set[int] = set()
+    uses = [row for step in program for row in step[2:4] if row >= 0]
+    waiting = list(uses)
 
     def leaf(row: int) -> str:
-        return f"tl.load(rows + {row} * length.to(tl.int64) + at, mask=inside, other=0.0).to({accumulated})"
+        """A leaf that is there, after the loads of those that come next have been started."""
+        while waiting and len(uses) - len(waiting) <= uses.index(row) + _AHEAD:
+            lines.append(f"    x{waiting[0]} = {_load(str(waiting.pop(0)))}")
+        return f"x{row}.to({accumulated})"
 
     def read(register: int) -> str:
         if register not in live:
@@ -134,34 +152,30 @@ def source(program: Code, accumulated: str, checks: bool) -> str:
             value = f"{read(register)} + {leaf(arrival)}"
         else:
             value = f"{read(register)} + {read(other)}"
-            freed.add(other)
-            live.discard(other)
         lines.append(f"    r{register} = {value}")
         live.add(register)
-        freed.discard(register)
-    results = [number for number in used if number not in freed]
+    results = sorted(written)
     lines += [f"    tl.store(R{number} + at, r{number}, mask=inside)" for number in results]
     if checks:
-        infinite = 'float("inf")'
-        bad = " | ".join(f"not_finite(r{number})" for number in results)
-        lines[3:3] = [
-            "@triton.jit",
-            "def not_finite(x):",
-            f"    return (tl.abs(x) < {infinite}) == 0",
-            "",
-            "@triton.jit",
-            "def note(flag, bad, place):",
-            f"    tl.atomic_min(flag, tl.min(tl.where(bad, place, {NOTHING}), axis=0))",
-            "",
-        ]
         lines += [
-            f"    bad = ({bad}) & inside",
+            f"    bad = ({' | '.join(_is_bad(f'r{number}') for number in results)}) & inside",
             "    if tl.max(bad.to(tl.int32), axis=0) > 0:",
             "        place = at + position",
-            "        note(flags, bad, place)",
+            f"        {_lower('flags', 'bad')}",
+            f"        for row in range({min(uses, default=0)}, {max(uses, default=-1) + 1}):",
+            f"            x = {_load('row')}.to({accumulated})",
+            f"            {_lower('flags + 1 + first_lane + row', _is_bad('x') + ' & inside')}",
         ]
-        arrivals = sorted({row for step in program for row in step[2:4] if row >= 0})
-        for row in arrivals:
-            lines.append(f"        x = {leaf(row)}")
-            lines.append(f"        note(flags + 1 + first_lane + {row}, not_finite(x) & inside, place)")
     return "\n".join(lines) + "\n"
+
+
+def _load(row: str) -> str:
+    return f"tl.load(rows + {row} * length.to(tl.int64) + at, mask=inside, other=0.0)"
+
+
+def _is_bad(value: str) -> str:
+    return f'((tl.abs({value}) < float("inf")) == 0)'
+
+
+def _lower(flag: str, bad: str) -> str:
+    return f"tl.atomic_min({flag}, tl.min(tl.where({bad}, place, {NOTHING}), axis=0))"

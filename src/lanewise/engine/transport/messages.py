@@ -68,6 +68,7 @@ class MessageTransport:
         self._headers = Headers(control, rank, self._others)
         self._inbox = Inbox(device)
         self.ledger = Ledger()
+        self._row_spans: tuple[Span, ...] = ()
         self._is_quiet = False
 
     def hush(self, is_quiet: bool) -> None:
@@ -139,11 +140,12 @@ class MessageTransport:
 
     def rows(self, mine: torch.Tensor, where: str) -> torch.Tensor:
         """Give a few numbers that lie on the device to all ranks, without a wait of the host; one row for each."""
-        rows = mine.new_zeros(self.size, mine.numel())
-        rows[self.rank] = mine
         numel = mine.numel()
-        spans = tuple((rank * numel, (rank + 1) * numel) for rank in range(self.size))
-        self.gather(rows.view(-1), spans, where).wait()
+        if len(self._row_spans) != self.size or self._row_spans[0][1] != numel:
+            self._row_spans = tuple((rank * numel, (rank + 1) * numel) for rank in range(self.size))
+        rows = mine.new_empty(self.size, numel)
+        rows[self.rank].copy_(mine)
+        self.gather(rows.view(-1), self._row_spans, where).wait()
         return rows
 
     def silence(self, where: str) -> ExchangeError:

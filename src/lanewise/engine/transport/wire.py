@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -118,6 +117,7 @@ class CollectiveWire:
         self._group = group
         self._rank = rank
         self._size = size
+        self._known: dict[int, tuple[Sequence[Span], int, bool]] = {}
 
     def exchange(
         self, mark: int, outgoing: Sequence[Parcel], whole: torch.Tensor, arriving: Sequence[Parcel]
@@ -137,7 +137,7 @@ class CollectiveWire:
         if self._group is None:
             return Flight()
         start, stop = spans[self._rank]
-        longest, are_equal = _shares(tuple(spans))
+        longest, are_equal = self._shares(spans)
         if are_equal:
             work = exchange.all_gather(self._group, whole[: self._size * longest], whole[start:stop])
             return Flight(receives=[(self._rank, work)])
@@ -162,12 +162,14 @@ class CollectiveWire:
         """Start a collective."""
         return _add_up(self._group, self._rank, whole, spans, keeps_all)
 
-
-@lru_cache(maxsize=1024)
-def _shares(spans: tuple[Span, ...]) -> tuple[int, bool]:
-    """The longest span, and whether all are as long and follow one another."""
-    longest = max(stop - start for start, stop in spans)
-    return longest, all(span == (n * longest, (n + 1) * longest) for n, span in enumerate(spans))
+    def _shares(self, spans: Sequence[Span]) -> tuple[int, bool]:
+        """The longest span, and whether all are as long and follow one another. Known of spans seen before."""
+        known = self._known.get(id(spans))
+        if known is None or known[0] is not spans:
+            longest = max(stop - start for start, stop in spans)
+            are_equal = all(span == (n * longest, (n + 1) * longest) for n, span in enumerate(spans))
+            known = self._known[id(spans)] = (spans, longest, are_equal)
+        return known[1:]
 
 
 def _swap(
