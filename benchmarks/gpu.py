@@ -74,8 +74,11 @@ def _warm_up(prepared: Any, case: Case, count: int) -> None:
     for _ in range(count):
         prepared.step()
     _synchronize(case)
+    prepared.end_warm_up()
     if Silent.last is not None:
         Silent.last.warmed_up()
+    prepared.step()
+    _synchronize(case)
     if case.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
 

@@ -45,6 +45,7 @@ class Engine:
 
     step: Callable[[], Any]
     run: Any = None
+    end_warm_up: Callable[[], None] = lambda: None
 
 
 Make = Callable[[Case], Engine]
@@ -110,6 +111,7 @@ def fsdp2(reshard: bool, is_compiled: bool = False) -> Make:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         pretend.join(case.backend)
+        pretend.keep_apart(case.where)
         mesh = init_device_mesh(case.device, (pretend.WORLD,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         model = models.on_meta(case.shape)
@@ -200,6 +202,7 @@ def lanewise(
         if is_compiled:
             _compile(model)
         model, _ = run.prepare(model, adamw(model.parameters()), init=models.fill)
+        _teach(run)
         data = models.data(size, _BATCHES * pretend.WORLD * size.batch)
         dataset = TensorDataset(data[:, :-1].contiguous(), data[:, 1:].contiguous())
         loader = run.loader(dataset, batch_size=pretend.WORLD * size.batch)
@@ -211,9 +214,20 @@ def lanewise(
                 current.backward(models.loss_of(model(x), y))
             current.update(clip=case.clip)
 
-        return Engine(step, run)
+        return Engine(step, run, lambda: run._transport.teach(None))
 
     return make
+
+
+def _teach(run: Any) -> None:
+    """Have the pretended gathers of the warm-up bring the values that the model began with."""
+    truth = {}
+    for flat in run.engine.flats:
+        values = torch.zeros(flat.layout.length, dtype=flat.dtype, device=run.device)
+        for place, parameter in zip(flat.layout.fields, flat.parameters, strict=True):
+            models.fill(place.name, values[place.start : place.stop].view(parameter.shape))
+        truth[flat.storage.untyped_storage()._cdata] = values
+    run._transport.teach(truth)
 
 
 BARE, STABLE, OWN = "bare", "bare deterministic", "bare deterministic own attention"
