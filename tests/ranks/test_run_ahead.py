@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lanewise.errors import ModelError, NonFiniteError, StepError
+from lanewise.errors import DivergedError, ModelError, NonFiniteError, StepError
 from tests.helpers.ahead import running_ahead
-from tests.helpers.cases import STRATEGIES, Cell, Recipe, grid, on_ranks, one_value, train
+from tests.helpers.cases import STRATEGIES, Cell, Recipe, grid, one_value, train
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,10 @@ def train_on(way: Way, recipe: Recipe) -> list[str]:
 
 
 UNEVEN = [Cell(3, s, "gloo", hosting=(3.0, 1.0, 2.0), rehost={2: "even"}) for s in STRATEGIES]
-CELLS = [Way(Cell(1, "ddp"), False), *(Way(cell, True) for cell in [*grid([1, 2, 3, 5], transports=["gloo"]), *UNEVEN])]
+CELLS = [
+    Way(Cell(1, "ddp"), False),
+    *(Way(cell, True) for cell in [*grid([1, 2, 3, 5], transports=["gloo"]), *UNEVEN]),
+]
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,191 @@ CELLS = [Way(Cell(1, "ddp"), False), *(Way(cell, True) for cell in [*grid([1, 2,
 )
 def test_both_paths_have_the_same_bits(recipe):
     one_value(CELLS, train_on, recipe)
+
+
+class Twig(nn.Module):
+    """Three blocks, the second of which may be left out, and a buffer that may be counted up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, skips: bool = False, counts: bool = False) -> torch.Tensor:
+        x = self.blocks[0](x).relu()
+        if not skips:
+            x = self.blocks[1](x).relu()
+        if counts:
+            self.seen += 1
+        return self.blocks[2](x)
+
+
+class Aside(nn.Module):
+    """A block that leaves a second result in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = nn.Linear(40, 40), nn.Linear(40, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = self.other(self.inner(x)).square().mean()
+        return x.detach()
+
+
+def begin(way: Way, build, lanes: int = 6, **settings):
+    run = way.cell.start(lanes=lanes, **settings)
+    torch.manual_seed(1)
+    model = build()
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    loader = run.loader(
+        torch.randn(lanes * 8, 40, generator=torch.Generator().manual_seed(2)), batch_size=lanes * 2
+    )
+    return run, model, optimizer, loader
+
+
+def poison(way: Way, nonfinite: str) -> list[str]:
+    """NaN in lane 4 at step 1, and more than fp32 holds at step 3."""
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Twig, nonfinite=nonfinite)
+        found = []
+        for step in run.steps(loader, total=6):
+            for x in step:
+                loss = model(x).square().mean()
+                if step.index == 1 and step.lane == 4:
+                    loss = loss * float("nan")
+                if step.index == 3:
+                    loss = model(x).square().sum() * 3e38
+                step.backward(loss)
+            try:
+                step.update(clip=1.0)
+            except NonFiniteError as error:
+                found.append(str(error).split(": ", 1)[0])
+        found.append(run.digest())
+        run.close()
+    return found
+
+
+TWO_WAYS = [
+    Way(Cell(1, "ddp"), False),
+    Way(Cell(3, "zero3", "gloo"), True),
+    Way(Cell(2, "zero1", "gloo"), True),
+]
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_what_is_not_finite_is_left_out_on_both_paths(nonfinite):
+    found = one_value(TWO_WAYS, poison, nonfinite)
+    assert found[:-1] == (["step 1", "step 3"] if nonfinite == "raise" else [])
+
+
+def name_lane(way: Way) -> str:
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Twig)
+        words = ""
+        try:
+            for step in run.steps(loader, total=3):
+                for x in step:
+                    loss = model(x).square().mean()
+                    step.backward(loss * float("inf") if (step.index, step.lane) == (2, 3) else loss)
+                step.update()
+        except NonFiniteError as error:
+            words = str(error)
+        run.close()
+    return words
+
+
+def test_the_last_step_of_a_loop_is_looked_at_too_and_the_lane_is_named():
+    words = one_value([Way(Cell(3, "zero2", "gloo"), True)], name_lane)
+    assert words.startswith(
+        "step 2: the gradient of parameter 'blocks.2.weight' of unit 'blocks.2' is not finite in lane 3."
+    )
+
+
+def skip_blocks(way: Way) -> list[str]:
+    """Block 1 is used by lanes of odd numbers only, and at step 2 by none."""
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Twig)
+        digests = []
+        for step in run.steps(loader, total=4):
+            for x in step:
+                step.backward(model(x, skips=step.lane % 2 == 0 or step.index == 2).square().mean())
+            step.update()
+            digests.append(run.digest())
+        run.close()
+    return digests
+
+
+def test_parameters_that_some_lanes_or_all_leave_out():
+    ways = [
+        Way(Cell(1, "ddp"), False),
+        *(Way(Cell(w, s, "gloo"), True) for w, s in ((1, "zero3"), (3, "zero2"), (2, "ddp"))),
+    ]
+    one_value(ways, skip_blocks)
+
+
+def lead_past_outputs(way: Way) -> list[str]:
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(
+            way, lambda: nn.ModuleDict({"blocks": nn.ModuleList(Aside() for _ in range(3))})
+        )
+        digests = []
+        for step in run.steps(loader, total=3):
+            for x in step:
+                for block in model["blocks"]:
+                    x = block(x)
+                step.backward(sum(block.aside for block in model["blocks"]))
+            step.update()
+            digests.append(run.digest())
+        run.close()
+    return digests
+
+
+def test_a_loss_that_leads_past_the_outputs_of_units():
+    one_value([Way(Cell(1, "ddp"), False), Way(Cell(3, "zero3", "gloo"), True)], lead_past_outputs)
+
+
+def refuse(way: Way, what: str) -> list[object]:
+    """What a mistake at step 2 is called, and whether it changed anything."""
+    with running_ahead(way.is_ahead):
+        run, model, optimizer, loader = begin(way, Twig)
+        before, found = "", ["", ""]
+        try:
+            for step in run.steps(loader, total=4):
+                if step.index == 2:
+                    before = run.digest()
+                    if what == "lr":
+                        optimizer.param_groups[0]["lr"] = 1e-2 + run.rank
+                for x in step:
+                    is_late = step.index == 2
+                    loss = model(x, counts=is_late and what == "buffer").square().mean()
+                    if is_late and what == "ways" and step.lane == 3:
+                        step.backward(loss * 5, weight=torch.tensor(5.0))
+                    elif what == "weight":
+                        step.backward(loss, weight=torch.tensor(0.0 if is_late else 2.0))
+                    else:
+                        step.backward(loss)
+                step.update()
+                if step.index == 2:
+                    _ = step.loss
+        except (StepError, DivergedError, ModelError) as error:
+            found = [type(error).__name__, str(error)]
+        same = run.digest() == before
+        run.close()
+    return [*found, same]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("ways", "StepError", "step 2: step.backward got a weight in lane(s) [3]"),
+        ("lr", "DivergedError", "step 2: rank(s) [1, 2] have other values of optimizer group 0"),
+        ("buffer", "ModelError", "step 2: buffer 'seen' was changed by a forward for the first time"),
+        ("weight", "StepError", "step 2: the weights of all lanes add up to 0"),
+    ],
+)
+def test_mistakes_are_told_late_and_change_nothing(what, kind, words):
+    found = one_value([Way(Cell(3, "zero3", "gloo"), True)], refuse, what)
+    assert found[0] == kind
+    assert found[1].startswith(words)
+    assert "Nothing was updated" in found[1]
+    assert found[2], "something was updated"
