@@ -233,3 +233,45 @@ def test_mistakes_are_told_late_and_change_nothing(what, kind, words):
     assert found[1].startswith(words)
     assert "Nothing was updated" in found[1]
     assert found[2], "something was updated"
+
+
+class Tied(nn.Module):
+    """The loss uses the root's parameters after the model's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 40)
+        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def penalise(way: Way) -> list[str]:
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Tied)
+        digests = []
+        for step in run.steps(loader, total=4):
+            for x in step:
+                y = model(x)
+                penalty = model.scale.square().sum() if step.index % 2 else model.first.weight.abs().mean()
+                step.backward((y * model.scale).square().mean() + 0.1 * penalty)
+            step.update()
+            digests.append(run.digest())
+        run.close()
+    return digests
+
+
+def test_a_loss_may_use_the_root_after_the_forward():
+    one_value(
+        [
+            Way(Cell(1, "ddp"), False),
+            Way(Cell(3, "zero3", "gloo"), True),
+            Way(Cell(1, "zero3", "gloo"), True),
+        ],
+        penalise,
+    )

@@ -12,10 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lanewise.errors import ShardedParameterError
 
 _LABEL = "_lanewise_label"
+_recalls: Any = WeakIdKeyDictionary()
+"""What brings a parameter back when it is touched. Not kept in the parameter, which may be pickled."""
 _ORIGINAL = "_lanewise_class"
 
 _HARMLESS_PROPERTIES = (
@@ -63,7 +66,11 @@ class _Away:
         if function in _harmless():
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        _refuse(_find(cls, [args, kwargs]))
+        parameter = _find(cls, [args, kwargs])
+        recall = _recalls.get(parameter)
+        if recall is not None and recall():
+            return function(*args, **(kwargs or {}))
+        _refuse(parameter)
 
     def __repr__(self) -> str:
         name, unit = self.__dict__[_LABEL]
@@ -102,9 +109,11 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
-def label(parameter: nn.Parameter, name: str, unit: str) -> None:
-    """Give a parameter the names that its error message uses."""
+def label(parameter: nn.Parameter, name: str, unit: str, recall: Callable[[], bool] | None = None) -> None:
+    """Give a parameter the names that its error message uses. `recall` brings it back, or says that it may not."""
     parameter.__dict__[_LABEL] = (name, unit or "the root")
+    if recall is not None:
+        _recalls[parameter] = recall
     parameter.__dict__[_ORIGINAL] = type(parameter)
 
 
@@ -131,9 +140,3 @@ def is_away(parameter: nn.Parameter) -> bool:
 def unguarded() -> Any:
     """Inside, what is harmless is asked of parameters without a look at what it is."""
     return torch._C.DisableTorchFunctionSubclass()
-
-
-def forget(parameter: nn.Parameter) -> None:
-    """Undo `label`."""
-    parameter.__dict__.pop(_LABEL, None)
-    parameter.__dict__.pop(_ORIGINAL, None)

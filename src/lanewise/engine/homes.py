@@ -4,7 +4,7 @@ A home brings a unit's values here before they are used, lets them go afterwards
 new values visible everywhere. It never adds a gradient and never runs a model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -221,6 +221,8 @@ class ShardedHome:
     def __init__(self, world: World, units: Sequence[Unit]) -> None:
         self._world = world
         self._units = units
+        self.recall: Callable[[], bool] = bool
+        """Brings the root back when one of its parameters is touched; False where that may not be."""
         self._room = room.choose(world.device)
         self.is_safe = self._room.is_safe
         self._where = {unit.number: _GATHER + unit.name for unit in units}
@@ -242,8 +244,9 @@ class ShardedHome:
             self._find_place(flat, kept)
             flat.storage.copy_(values[flat.number])
             flat.bind()
+            recall = self._recall if unit.number == 0 else None
             for name, parameter in zip(flat.names, flat.parameters, strict=True):
-                guard.label(parameter, name, unit.name)
+                guard.label(parameter, name, unit.name, recall)
             self._gathered_bytes += flat.num_bytes
         self.spare(unit)
 
@@ -330,6 +333,9 @@ class ShardedHome:
     def present_bytes(self) -> dict[str, int]:
         """The slots of this rank, and what is gathered."""
         return {**self.num_bytes, "gathered": self._gathered_bytes}
+
+    def _recall(self) -> bool:
+        return self.recall()
 
     def _find_place(self, flat: Flat, kept: torch.Tensor) -> None:
         place = self._room.make(flat.num_bytes)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lanewise.engine.homes import Home
+from lanewise.engine.homes import Home, ShardedHome
 from lanewise.engine.saved import SavedValues
 from lanewise.engine.unit import Unit
 from lanewise.errors import ModelError
@@ -58,6 +58,8 @@ class Passes:
         self._home = home
         self._on_complete = on_complete
         self._saved = SavedValues(units, home)
+        if isinstance(home, ShardedHome):
+            home.recall = self._recall_root
         self._handles: list[Any] = []
         self._calls: list[_Call] = []
         """The calls of this lane that backward has not passed yet, by when they began."""
@@ -107,7 +109,11 @@ class Passes:
         self._handles.clear()
 
     def begin_lane(self) -> None:
-        """Forwards and a backward come next. The root's values are here from now on, whatever is called."""
+        """Forwards and a backward come next. The root's values are here from now on, whatever is called.
+
+        Where torch refuses to read values that are away, they go when the model's own forward is over, since that is
+        when most memory is in use, and come back with backward, or when the loss touches them.
+        """
         self.reset()
         self._is_training = True
         self._first_node = _next_node()
@@ -126,6 +132,12 @@ class Passes:
         """The user's loop was left in mid-lane. Exchange nothing: other ranks may not be there any more."""
         self._is_training = False
         self._saved.leave()
+
+    def _recall_root(self) -> bool:
+        """A loss may use what belongs to no other unit after the model's forward has let it go."""
+        if self._is_training:
+            self._home.need(self._units[0])
+        return self._is_training
 
     def hold(self) -> None:
         """Have all values here, whatever is called, until `let_go`. Collective."""
@@ -213,7 +225,7 @@ class Passes:
                 self._lent.add(unit.number)
         if unit.number != 0:
             self._linger(unit)
-        elif not self._is_training:
+        elif not self._is_training or self._home.is_safe:
             self._linger(None)
             self._release(unit)
 
