@@ -252,13 +252,27 @@ def keep_apart(device: torch.device) -> None:
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
+    # torch.cuda.use_mem_pool makes these three calls, and takes ten times as long for it
+    from torch.cuda import memory
+
     pool = torch.cuda.MemPool()
+    begin, end, release = (
+        memory._cuda_beginAllocateCurrentThreadToPool,
+        memory._cuda_endAllocateToPool,
+        memory._cuda_releasePool,
+    )
+    number, where = pool.id, device.index or 0
 
     def pooled(function: Any) -> Any:
         def inside(*arguments: Any, **keywords: Any) -> Any:
-            with torch.cuda.use_mem_pool(pool):
+            begin(where, number)
+            try:
                 return function(*arguments, **keywords)
+            finally:
+                end(where, number)
+                release(where, number)
 
+        inside.pool = pool  # lives as long as what is found in it
         return inside
 
     for owner, name in (
