@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,8 +180,9 @@ def compare(shape: Shape) -> None:
         cells = (f"{n:12.{digits}f}" for n, digits in zip(numbers, (3, 0, 0, 3, 0, 0), strict=True))
         words = " ".join("equal" if one else "DIFFER" for one in equal)
         print(f"  {name:30s}{''.join(cells)}{error:12.1e}  {words}", flush=True)
-    if attention._refused:
-        print(f"  refused by cuDNN: {attention._refused}")
+    refused = [layout for layout, way in attention._forwards.items() if way is not attention._Way.OURS]
+    if refused:
+        print(f"  not by cuDNN: {refused}")
 
 
 def tiles_to_try(dim: int) -> dict[str, list[Any]]:
@@ -246,25 +248,37 @@ def tiles_to_try(dim: int) -> dict[str, list[Any]]:
 
 def sweep(shape: Shape) -> None:
     """Try ways of cutting each pass, the best first, and then whole backwards of what was chosen and of the best."""
-    from lanewise.engine.kernels.attention import CHOSEN, Passes, Problem, Tiles
+    from lanewise.engine.kernels.attention import CHOSEN, Backward, Passes, Tiles
 
     began = time.monotonic()
     query, key, value, grad = shape.tensors()
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[:2]
-    problem = Problem(grad, query, key, value, out, logsumexp, True, 1 / math.sqrt(shape.dim))
+    sources = (query, key, value, grad)
     wanted = reference(shape)
     chosen = CHOSEN[shape.dim]
-    _, numbers = problem.of_queries(chosen.queries)
-    kinds: dict[str, tuple[Callable[[Tiles], Sequence[Tensor]], list[Tensor], int]] = {
-        "queries": (lambda tiles: problem.of_queries(tiles)[:1], wanted[:1], 3),
-        "keys": (lambda tiles: problem.of_keys(numbers, tiles), wanted[1:], 4),
+
+    def plan(passes: Passes) -> Backward:
+        return Backward(*sources, out, True, 1 / math.sqrt(shape.dim), passes)
+
+    def of_queries(tiles: Tiles) -> Callable[[], Sequence[Tensor]]:
+        backward = plan(Passes(tiles, chosen.keys))
+        return lambda: backward.of_queries(sources, out, logsumexp)[:1]
+
+    def of_keys(tiles: Tiles) -> Callable[[], Sequence[Tensor]]:
+        backward = plan(Passes(chosen.queries, tiles))
+        return lambda: backward.of_keys(sources, numbers)
+
+    _, numbers = plan(chosen).of_queries(sources, out, logsumexp)
+    kinds: dict[str, tuple[Callable[[Tiles], Callable[[], Sequence[Tensor]]], list[Tensor], int]] = {
+        "queries": (of_queries, wanted[:1], 3),
+        "keys": (of_keys, wanted[1:], 4),
     }
     print(f"\n{shape}")
     good: dict[str, list[Tiles]] = {}
     for name, ways in tiles_to_try(shape.dim).items():
         print(f"  {name}")
-        work, gradients, num_products = kinds[name]
-        found = sorted((attempt(work, tiles, gradients) for tiles in ways), key=lambda result: result.ms)
+        prepare, gradients, num_products = kinds[name]
+        found = sorted((attempt(prepare, tiles, gradients) for tiles in ways), key=lambda result: result.ms)
         for result in found:
             print(f"    {result.line(shape.flop(num_products))}", flush=True)
         good[name] = [result.tiles for result in found if result.good]
@@ -276,10 +290,7 @@ def sweep(shape: Shape) -> None:
     if plain["queries"] and plain["keys"]:
         tries.append(Passes(plain["queries"][0], plain["keys"][0]))
     for passes in tries:
-
-        def whole(passes: Passes = passes) -> tuple[Tensor, ...]:
-            return problem.backward(passes)
-
+        whole = partial(plan(passes), *sources, out, logsumexp)
         ms, error = median_ms(whole), largest_error(whole(), wanted)
         rate = f"{ms:7.3f} ms {shape.flop(5) / ms / 1e9:5.0f} TFLOP/s  host {host_us(whole):4.0f} us"
         print(f"    {rate}  error {error:.1e}  {passes}", flush=True)
@@ -306,16 +317,18 @@ class Attempt:
         return f"{rate}  {', '.join(words)}  {self.remark}"
 
 
-def attempt(work: Callable[[Any], Sequence[Tensor]], tiles: Any, wanted: Sequence[Tensor]) -> Attempt:
+def attempt(
+    prepare: Callable[[Any], Callable[[], Sequence[Tensor]]], tiles: Any, wanted: Sequence[Tensor]
+) -> Attempt:
     try:
-        if not same(lambda: work(tiles), 3):
+        work = prepare(tiles)
+        if not same(work, 3):
             return Attempt(tiles, remark="DIFFERS from itself")
-        error = largest_error(work(tiles), wanted)
+        error = largest_error(work(), wanted)
         # Written so that NaN counts as wrong.
         if not error < 2e-2:
             return Attempt(tiles, remark=f"WRONG: error {error:.1e}")
-        host = host_us(lambda: work(tiles))
-        return Attempt(tiles, median_ms(lambda: work(tiles)), f"host {host:.0f} us, error {error:.1e}")
+        return Attempt(tiles, median_ms(work), f"host {host_us(work):.0f} us, error {error:.1e}")
     except Exception as problem:  # a compiler or driver that cannot have these tiles
         return Attempt(tiles, remark=f"{type(problem).__name__}: {' '.join(str(problem).split())[:110]}")
 

@@ -33,19 +33,19 @@ SHAPES = [
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Installed, with deterministic algorithms on; holds the problems that our kernels were given."""
+    """Installed, with deterministic algorithms on; holds what our backward was given."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("its tiles are chosen for Hopper; other GPUs keep torch's kernel")
-    from lanewise.engine.kernels.attention import Problem
+    from lanewise.engine.kernels.attention import Backward
 
     given: list[Any] = []
-    theirs = Problem.backward
+    theirs = Backward.__call__
 
     def backward(self, *arguments):
-        given.append(self)
+        given.append(arguments)
         return theirs(self, *arguments)
 
-    monkeypatch.setattr(Problem, "backward", backward)
+    monkeypatch.setattr(Backward, "__call__", backward)
     attention.install()
     torch.use_deterministic_algorithms(True)
     yield given
@@ -115,16 +115,17 @@ def largest_error(found, wanted):
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """What cuDNN was asked for, and whether it could."""
+    """For each time that cuDNN was asked, whether it could."""
     asked: list[bool] = []
-    theirs = attention._cudnn_forward
+    theirs = torch._scaled_dot_product_cudnn_attention
 
-    def asking(*arguments):
-        found = theirs(*arguments)
-        asked.append(found is not None)
+    def asking(*arguments, **named):
+        asked.append(False)
+        found = theirs(*arguments, **named)
+        asked[-1] = True
         return found
 
-    monkeypatch.setattr(attention, "_cudnn_forward", asking)
+    monkeypatch.setattr(torch, "_scaled_dot_product_cudnn_attention", asking)
     return asked
 
 
@@ -219,24 +220,24 @@ def test_what_cudnn_refuses_is_left_to_flash_for_good(calls, cudnn, monkeypatch)
         num_asked += 1
         raise RuntimeError("cuDNN Frontend error: no kernel for this")
 
-    monkeypatch.setattr(attention, "_refused", set())
+    monkeypatch.setattr(attention, "_forwards", {})
     with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", refuse)
+        patch.setattr(torch, "_scaled_dot_product_cudnn_attention", refuse)
         assert torch.equal(forward(inputs, True), flash)
     assert torch.equal(forward(inputs, True), flash)
     assert num_asked == 1
-    assert cudnn == [False, False]
+    assert not cudnn
 
 
 def test_other_errors_of_cudnn_are_not_hidden(calls, monkeypatch):
     def fail(*arguments, **named):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(attention, "_refused", set())
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", fail)
+    monkeypatch.setattr(attention, "_forwards", {})
+    monkeypatch.setattr(torch, "_scaled_dot_product_cudnn_attention", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         forward(tensors(SHAPES[0]), True)
-    assert not attention._refused
+    assert attention._Way.TORCH not in attention._forwards.values()
 
 
 def test_an_expanded_gradient(calls):
@@ -246,6 +247,39 @@ def test_an_expanded_gradient(calls):
     dense = gradients((query, key, value, one.contiguous()), True)
     assert len(calls) == 2
     assert all(torch.equal(a, b) for a, b in zip(found, dense, strict=True))
+
+
+def test_tensors_that_are_not_aligned(calls, cudnn):
+    """After, before and between such as are, since Triton compiles a kernel for either."""
+    inputs = tensors(SHAPES[0])
+    plain = gradients(inputs, True, WITH_CUDNN)
+
+    def moved(tensor):
+        batch, heads, length, dim = tensor.shape
+        memory = torch.empty(tensor.numel() + 1, device="cuda", dtype=tensor.dtype)[1:]
+        return memory.view(batch, length, heads, dim).transpose(1, 2).copy_(tensor)
+
+    for which in ([0], [1, 2], [3], [], [0, 1, 2, 3], []):
+        given = [moved(tensor) if number in which else tensor for number, tensor in enumerate(inputs)]
+        found = gradients(given, True, WITH_CUDNN)
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert len(calls) == len(cudnn) == 7
+
+
+def test_a_kernel_is_started_alike_whether_tensors_are_aligned_or_not(calls):
+    from lanewise.engine.kernels.attention import Backward
+
+    query, key, value, grad = tensors((1, 2, 2, 256, 256, 64, True))
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    out, logsumexp = operator(query, key, value, 0.0, True)[:2]
+    apart = torch.empty(logsumexp.numel() + 1, device="cuda")[1:].view_as(logsumexp).copy_(logsumexp)
+    backward = Backward(query, key, value, grad, out, True, 0.125)
+    first, *others = [
+        backward(query, key, value, grad, out, sums)
+        for sums in (apart, logsumexp, logsumexp, apart, logsumexp)
+    ]
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
 
 
 def test_the_choice_of_scaled_dot_product_attention(calls, cudnn):
@@ -298,6 +332,7 @@ def test_release_gives_torch_its_kernels_back(calls, cudnn):
     assert len(calls) == len(cudnn) == 2
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's own, when it imports its compiler
 def test_under_compile(calls, cudnn):
     inputs = tensors(SHAPES[0])
     plain = gradients(inputs, True, WITH_CUDNN)

@@ -11,7 +11,9 @@ import importlib.util
 import math
 import threading
 import warnings
+from enum import Enum, auto
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +29,22 @@ SHORTEST = 256
 _lock = threading.Lock()
 _num_users = 0
 _library: torch.library.Library | None = None
-_refused: set[object] = set()
-"""Layouts that cuDNN has no kernel for."""
+
+
+class _Way(Enum):
+    """What becomes of an attention."""
+
+    OURS = auto()
+    COPY = auto()
+    """Ours, but some tensors can only be read after they have been copied."""
+    TORCH = auto()
+
+
+_MOST_LAYOUTS = 4096
+_forwards: dict[object, _Way] = {}
+_backwards: dict[object, Any] = {}
+"""What was decided for each layout, which is all but the numbers in the tensors and where they lie: a `_Way`, or in
+the place of OURS what carries it out."""
 
 
 def install() -> None:
@@ -69,15 +85,13 @@ def _forward(
     scale: float | None = None,
 ) -> Output:
     """What the dispatcher calls; the arguments are the operator's, heads before rows."""
-    length_q, length_k = query.shape[2], key.shape[2]
     # Who has switched cuDNN's attention off keeps the flash kernel.
-    plain = dropout_p == 0.0 and not return_debug_mask and torch.backends.cuda.cudnn_sdp_enabled()
-    if plain and _asked_for() and _covers((query, key, value), is_causal):
-        found = _cudnn_forward(query, key, value, is_causal, scale)
+    plain = dropout_p == 0.0 and not return_debug_mask and torch._C._get_cudnn_sdp_enabled()
+    length_q, length_k = query.shape[2], key.shape[2]
+    if plain and _asked_for():
+        found = _our_forward(query, key, value, is_causal, scale)
         if found is not None:
-            # The seed and offset of dropout, which backward is handed and does not read, and no debug mask.
-            seed, offset = (query.new_empty(sizes, dtype=torch.uint64) for sizes in ((2,), ()))
-            return *found, None, None, length_q, length_k, seed, offset, query.new_empty(0)
+            return *found, None, None, length_q, length_k, *_unused(query)
     # What torch's own kernel of this operator does: rows before heads, and the general forward.
     turned = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out, logsumexp, seed, offset, debug_mask = torch.ops.aten._flash_attention_forward(
@@ -86,25 +100,40 @@ def _forward(
     return out.transpose(1, 2), logsumexp, None, None, length_q, length_k, seed, offset, debug_mask
 
 
-def _cudnn_forward(
+def _our_forward(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The output and logsumexp by cuDNN; None for layouts that it refuses, which depends on nothing else."""
-    query, key, value = _readable(query), _readable(key), _readable(value)
-    layout = (is_causal, *((tensor.shape, tensor.stride()) for tensor in (query, key, value)))
-    if layout in _refused:
+    """The output and logsumexp by cuDNN; None for layouts that we do not cover, or that it refuses."""
+    layout = (is_causal, *_layout(query, key, value))
+    way = _forwards.get(layout)
+    if way is None:
+        way = _note(_forwards, layout, _way((query, key, value), is_causal))
+    if way is _Way.TORCH:
         return None
+    if way is _Way.COPY or not _are_aligned(query, key, value):
+        return _our_forward(_readable(query), _readable(key), _readable(value), is_causal, scale)
     try:
-        out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, logsumexp, *_ = torch._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, is_causal, False, scale=scale
         )
     except RuntimeError as error:
         # Anything else, such as memory that has run out, must not choose between kernels.
         if not any(words in str(error) for words in ("cuDNN Frontend error", "not compiled with cuDNN")):
             raise
-        _refused.add(layout)
+        # A refusal depends on nothing but the layout.
+        _note(_forwards, layout, _Way.TORCH)
         return None
     return out, logsumexp.squeeze(3).contiguous()
+
+
+def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The seed and offset of dropout, which backward is handed and does not read, and no debug mask.
+
+    Made anew: CUDA graphs of torch.compile want the outputs of an operator in memory of their own.
+    """
+    seed = query.new_empty_strided((2,), (1,), dtype=torch.uint64)
+    offset = query.new_empty_strided((), (), dtype=torch.uint64)
+    return seed, offset, query.new_empty_strided((0,), (1,))
 
 
 def _backward(
@@ -126,24 +155,10 @@ def _backward(
     scale: float | None = None,
 ) -> Gradients:
     """What the dispatcher calls; the arguments are the operator's, heads before rows."""
-    plain = cum_seq_q is None and cum_seq_k is None and dropout_p == 0.0
-    if plain and _asked_for() and _covers((query, key, value, out, grad_out), is_causal):
-        from lanewise.engine.kernels.attention import Problem
-
-        scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
-        problem = Problem(
-            _readable(grad_out),
-            _readable(query),
-            _readable(key),
-            _readable(value),
-            _readable(out),
-            logsumexp.contiguous(),
-            is_causal,
-            scale,
-        )
-        # Triton starts kernels on the current device.
-        with torch.cuda.device_of(query):
-            return problem.backward()
+    if cum_seq_q is None and cum_seq_k is None and dropout_p == 0.0 and _asked_for():
+        found = _our_backward(query, key, value, grad_out, out, logsumexp.contiguous(), is_causal, scale)
+        if found is not None:
+            return found
     # What torch's own kernel of this operator does: rows before heads, and the general backward.
     turned = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
     grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
@@ -162,12 +177,64 @@ def _backward(
     return grad_query.transpose(1, 2), grad_key.transpose(1, 2), grad_value.transpose(1, 2)
 
 
+def _our_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> Gradients | None:
+    """The gradients of query, key and value; None for layouts that we do not cover."""
+    layout = (is_causal, scale, logsumexp.dtype, *_layout(query, key, value, grad_out, out))
+    way = _backwards.get(layout)
+    if way is None:
+        tensors = (query, key, value, grad_out, out)
+        way = _way(tensors, is_causal)
+        if way is _Way.OURS:
+            from lanewise.engine.kernels.attention import Backward
+
+            way = Backward(*tensors, is_causal, 1.0 / math.sqrt(query.shape[3]) if scale is None else scale)
+        _note(_backwards, layout, way)
+    if way is _Way.TORCH:
+        return None
+    if way is _Way.COPY or not _are_aligned(query, key, value, grad_out, out):
+        query, key, value = _readable(query), _readable(key), _readable(value)
+        grad_out, out = _readable(grad_out), _readable(out)
+        return _our_backward(query, key, value, grad_out, out, logsumexp, is_causal, scale)
+    # Triton starts kernels on the current device.
+    if query.get_device() == torch.cuda.current_device():
+        return way(query, key, value, grad_out, out, logsumexp)
+    with torch.cuda.device_of(query):
+        return way(query, key, value, grad_out, out, logsumexp)
+
+
 def _asked_for() -> bool:
     """Without determinism, torch's kernels are faster than these."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
+
+
+def _layout(*tensors: Tensor) -> list[object]:
+    return [tensors[0].get_device(), *[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]]
+
+
+def _note(decided: dict[object, Any], layout: object, way: Any) -> Any:
+    # Sequences of ever other lengths must not fill the memory.
+    if len(decided) >= _MOST_LAYOUTS:
+        decided.clear()
+    decided[layout] = way
+    return way
+
+
+def _way(tensors: tuple[Tensor, ...], causal: bool) -> _Way:
+    if not _covers(tensors, causal):
+        return _Way.TORCH
+    return _Way.OURS if all(map(_has_rows, tensors)) else _Way.COPY
 
 
 def _covers(tensors: tuple[Tensor, ...], causal: bool) -> bool:
@@ -193,11 +260,22 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether rows are dense, and start where a tensor that is aligned has them aligned."""
+    *others, last = tensor.stride()
+    return last == 1 and all(stride > 0 and stride % 16 == 0 for stride in others)
+
+
+def _are_aligned(*tensors: Tensor) -> bool:
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % 16 == 0
+
+
 def _readable(tensor: Tensor) -> Tensor:
-    """The tensor itself where its rows are dense and aligned, else a copy, in the same order of dimensions."""
-    strides = tensor.stride()
-    aligned = all(stride > 0 and stride % 16 == 0 for stride in strides[:3]) and tensor.data_ptr() % 16 == 0
-    if strides[3] == 1 and aligned:
+    """The tensor itself where it can be read, else a copy, in the same order of dimensions where that helps."""
+    if _has_rows(tensor) and _are_aligned(tensor):
         return tensor
     copy = tensor.clone()
-    return copy if copy.stride(3) == 1 else copy.contiguous()
+    return copy if _has_rows(copy) else tensor.clone(memory_format=torch.contiguous_format)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lanewise.engine.kernels.launch import Launch
 from lanewise.engine.report import NOTHING
 from lanewise.lanes.program import Action, Instruction
 
@@ -53,7 +54,8 @@ class Round:
         self._first_lane = first_lane
         read, written = _kept(program)
         self._used = sorted(read | written)
-        self._plain, self._checking = (_kernel(program, arriving, kept, checks) for checks in (False, True))
+        self._kernels = [_kernel(program, arriving, kept, checks) for checks in (False, True)]
+        self._launches: dict[tuple[int, bool, bool], Launch] = {}
 
     def __call__(
         self, registers: Sequence[torch.Tensor], rows: torch.Tensor, flags: torch.Tensor | None, position: int
@@ -63,15 +65,20 @@ class Round:
         if not self._used or not length:
             return
         used = [registers[number] for number in self._used]
-        kernel = self._plain if flags is None else self._checking
+        checks = flags is not None
+        # Positions are not looked into, but for their type.
+        alike = (length, checks, position >= 2**31)
+        launch = self._launches.get(alike)
+        if launch is None:
+            grid = (-(-length // _BLOCK),)
+            launch = Launch(self._kernels[checks], grid, {"BLOCK": _BLOCK, "num_warps": _WARPS})
+            self._launches[alike] = launch
         noted = rows if flags is None else flags
-        kernel[(-(-length // _BLOCK),)](
-            rows, length, *used, noted, position, self._first_lane, BLOCK=_BLOCK, num_warps=_WARPS
-        )
+        launch((rows, *used, noted), (length, position, self._first_lane))
 
 
 @triton.jit(do_not_specialize=["position"])
-def _note(values, length, flag, position, NOTHING: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _note(values, flag, length, position, NOTHING: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(values + at, mask=at < length, other=0.0)
     bad = (tl.abs(x) < float("inf")) == 0
@@ -82,9 +89,14 @@ def _note(values, length, flag, position, NOTHING: tl.constexpr, BLOCK: tl.const
 def note(values: torch.Tensor, flag: torch.Tensor, position: int) -> None:
     """Lower a flag to the position of the first value that is not finite, if there is one."""
     length = values.numel()
-    _note[(triton.cdiv(length, 4096),)](
-        values, length, flag, position, NOTHING=NOTHING, BLOCK=4096, num_warps=8
-    )
+    launch = _note_launch(values.device, values.dtype, length, position >= 2**31)
+    launch((values, flag), (length, position))
+
+
+@cache
+def _note_launch(device: torch.device, dtype: torch.dtype, length: int, is_far: bool) -> Launch:
+    grid = (triton.cdiv(length, 4096),)
+    return Launch(_note, grid, {"NOTHING": NOTHING, "BLOCK": 4096, "num_warps": 8})
 
 
 def _kept(program: Code) -> tuple[set[int], set[int]]:
@@ -123,7 +135,7 @@ def source(program: Code, accumulated: str, checks: bool) -> str:
         "import triton.language as tl",
         "",
         '@triton.jit(do_not_specialize=["position", "first_lane"])',
-        f"def kernel(rows, length, {names}, flags, position, first_lane, BLOCK: tl.constexpr):",
+        f"def kernel(rows, {names}, flags, length, position, first_lane, BLOCK: tl.constexpr):",
         "    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
         "    inside = at < length",
     ]

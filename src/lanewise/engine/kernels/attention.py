@@ -8,6 +8,7 @@ dv. Scores are thus computed twice, which is two products of seven, and no two b
 Nothing here chooses by measuring: blocks come from a table, since a choice by time would change bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lanewise.engine.kernels.launch import Launch
 
 LOG2_E = 1.4426950408889634
 
@@ -44,7 +47,7 @@ class Passes:
 
 
 CHOSEN = {
-    64: Passes(queries=Tiles(64, 64, 4, 3), keys=Tiles(64, 64, 4, 3)),
+    64: Passes(queries=Tiles(64, 64, 4, 2), keys=Tiles(64, 64, 4, 3)),
     128: Passes(queries=Tiles(128, 64, 8, 3), keys=Tiles(64, 64, 4, 2, described=True)),
 }
 """For each head dimension."""
@@ -291,91 +294,105 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One attention whose backward is wanted.
+class _Pass:
+    """One of the two kernels, cut in one way, for attentions of one layout."""
+
+    def __init__(
+        self, kernel: Any, tiles: Tiles, num_blocks: int, numbers: Sequence[float], constants: dict[str, Any]
+    ) -> None:
+        self._tiles = tiles
+        self._numbers = numbers
+        self._constants = constants | {
+            "QUERIES": tiles.queries,
+            "KEYS": tiles.keys,
+            "DESCRIBED": tiles.described,
+            "BUNDLE": tiles.bundle,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }
+        self._described = kernel[(num_blocks,)] if tiles.described else None
+        self._launch = Launch(kernel, (num_blocks,), self._constants)
+
+    def __call__(self, sources: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Query, key, value and the gradient of the output are read in tiles; the others are not."""
+        if self._described is None:
+            self._launch((*sources, *others), self._numbers)
+            return
+        rows = (self._tiles.queries, self._tiles.keys, self._tiles.keys, self._tiles.queries)
+        descriptors = [
+            TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, size, tensor.shape[3]])
+            for tensor, size in zip(sources, rows, strict=True)
+        ]
+        self._described(*descriptors, *others, *self._numbers, **self._constants)
+
+
+class Backward:
+    """The backward of all attentions of one layout, on one device.
 
     Tensors are [batch, head, row, dimension], the last one dense; logsumexp is [batch, head, row], contiguous.
     """
 
-    grad_out: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    logsumexp: Tensor
-    causal: bool
-    scale: float
-
-    def of_queries(self, tiles: Tiles) -> tuple[Tensor, Tensor]:
-        """The gradient of queries, and the two numbers of each query: [batch, head, 2, row]."""
-        batch, num_heads, length_q, _ = self.query.shape
-        grad_query = torch.empty_like(self.query)
-        numbers = self.logsumexp.new_empty((batch, num_heads, 2, length_q))
-        _queries_kernel[(batch * num_heads * -(-length_q // tiles.queries),)](
-            *self._sources(tiles),
-            self.out,
-            self.logsumexp,
-            grad_query,
-            numbers,
-            self.scale,
-            self.scale * LOG2_E,
-            *_strides(self.query, self.key, self.value, self.grad_out, self.out, grad_query),
-            num_heads,
-            length_q,
-            self.key.shape[2],
-            TO_LOG2=LOG2_E,
-            **self._options(tiles),
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_out: Tensor,
+        out: Tensor,
+        causal: bool,
+        scale: float,
+        passes: Passes | None = None,
+    ) -> None:
+        """For tensors that are like these in type, shape and strides; with the tiles chosen, or those given."""
+        passes = passes or CHOSEN[query.shape[3]]
+        batch, heads_q, length_q, dim = query.shape
+        heads_k, length_k = key.shape[1:3]
+        self._numbers_like = (
+            (batch, heads_q, 2, length_q),
+            (2 * heads_q * length_q, 2 * length_q, length_q, 1),
         )
+        gradients = [torch.empty_like(tensor, device="meta") for tensor in (query, key, value)]
+        numbers = [scale, scale * LOG2_E, *_strides(query, key, value, grad_out)]
+
+        def constants(tiles: Tiles) -> dict[str, Any]:
+            cut = length_q % tiles.queries != 0 or length_k % tiles.keys != 0
+            return {"GROUP": heads_q // heads_k, "DIM": dim, "CAUSAL": causal, "CUT": cut}
+
+        self._of_queries = _Pass(
+            _queries_kernel,
+            passes.queries,
+            batch * heads_q * -(-length_q // passes.queries.queries),
+            [*numbers, *_strides(out, gradients[0]), heads_q, length_q, length_k],
+            constants(passes.queries) | {"TO_LOG2": LOG2_E},
+        )
+        self._of_keys = _Pass(
+            _keys_kernel,
+            passes.keys,
+            batch * heads_k * -(-length_k // passes.keys.keys),
+            [*numbers, *_strides(*gradients[1:]), heads_k, length_q, length_k],
+            constants(passes.keys),
+        )
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, out: Tensor, logsumexp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value."""
+        sources = (query, key, value, grad_out)
+        grad_query, numbers = self.of_queries(sources, out, logsumexp)
+        return grad_query, *self.of_keys(sources, numbers)
+
+    def of_queries(self, sources: Sequence[Tensor], out: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of queries, and the two numbers of each query: [batch, head, 2, row].
+
+        Sources are query, key, value and the gradient of the output.
+        """
+        grad_query = torch.empty_like(sources[0])
+        numbers = logsumexp.new_empty_strided(*self._numbers_like)
+        self._of_queries(sources, (out, logsumexp, grad_query, numbers))
         return grad_query, numbers
 
-    def of_keys(self, numbers: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-        """The gradients of keys and values, from the numbers that of_queries() gave."""
-        batch, num_heads, length_k, _ = self.key.shape
-        grad_key, grad_value = torch.empty_like(self.key), torch.empty_like(self.value)
-        _keys_kernel[(batch * num_heads * -(-length_k // tiles.keys),)](
-            *self._sources(tiles),
-            grad_key,
-            grad_value,
-            numbers,
-            self.scale,
-            self.scale * LOG2_E,
-            *_strides(self.query, self.key, self.value, self.grad_out, grad_key, grad_value),
-            num_heads,
-            self.query.shape[2],
-            length_k,
-            **self._options(tiles),
-        )
+    def of_keys(self, sources: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of keys and values, from the same sources and the numbers that of_queries() gave."""
+        grad_key, grad_value = torch.empty_like(sources[1]), torch.empty_like(sources[2])
+        self._of_keys(sources, (grad_key, grad_value, numbers))
         return grad_key, grad_value
-
-    def backward(self, passes: Passes | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value, with the tiles chosen for this kind of problem or those given."""
-        passes = passes or CHOSEN[self.query.shape[3]]
-        grad_query, numbers = self.of_queries(passes.queries)
-        return grad_query, *self.of_keys(numbers, passes.keys)
-
-    def _sources(self, tiles: Tiles) -> list[Any]:
-        """What both kernels read tiles from: tensors, or descriptors of tiles of them."""
-        tensors = [self.query, self.key, self.value, self.grad_out]
-        if not tiles.described:
-            return tensors
-        rows = (tiles.queries, tiles.keys, tiles.keys, tiles.queries)
-        return [
-            TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, size, tensor.shape[3]])
-            for tensor, size in zip(tensors, rows, strict=True)
-        ]
-
-    def _options(self, tiles: Tiles) -> dict[str, Any]:
-        length_q, length_k = self.query.shape[2], self.key.shape[2]
-        return {
-            "GROUP": self.query.shape[1] // self.key.shape[1],
-            "QUERIES": tiles.queries,
-            "KEYS": tiles.keys,
-            "DIM": self.query.shape[3],
-            "CAUSAL": self.causal,
-            "DESCRIBED": tiles.described,
-            "BUNDLE": tiles.bundle,
-            "CUT": length_q % tiles.queries != 0 or length_k % tiles.keys != 0,
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
-        }

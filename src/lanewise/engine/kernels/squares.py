@@ -1,14 +1,18 @@
 """The sum of squares of every slot, in an order that does not depend on how many slots a rank has."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+
+from lanewise.engine.kernels.launch import Launch
 
 _BLOCK = 4096
 
 
 @triton.jit
-def _squares(values, slot, parts, num_parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _squares(values, parts, slot, num_parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     part = tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
@@ -17,7 +21,7 @@ def _squares(values, slot, parts, num_parts, BLOCK: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _collect(parts, num_parts, totals, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _collect(parts, totals, num_parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     sums = tl.zeros([BLOCK], dtype=tl.float64)
     for start in range(0, num_parts, BLOCK):
@@ -33,5 +37,14 @@ def add_squares(values: torch.Tensor, slot: int, totals: torch.Tensor) -> None:
         return
     num_parts = triton.cdiv(slot, _BLOCK)
     parts = torch.empty(num_slots * num_parts, dtype=torch.float64, device=values.device)
-    _squares[(num_slots, num_parts)](values, slot, parts, num_parts, BLOCK=_BLOCK, num_warps=8)
-    _collect[(num_slots,)](parts, num_parts, totals, BLOCK=1024, num_warps=4)
+    squares, collect = _launches(values.device, values.dtype, num_slots, slot)
+    squares((values, parts), (slot, num_parts))
+    collect((parts, totals), (num_parts,))
+
+
+@cache
+def _launches(device: torch.device, dtype: torch.dtype, num_slots: int, slot: int) -> tuple[Launch, Launch]:
+    return (
+        Launch(_squares, (num_slots, triton.cdiv(slot, _BLOCK)), {"BLOCK": _BLOCK, "num_warps": 8}),
+        Launch(_collect, (num_slots,), {"BLOCK": 1024, "num_warps": 4}),
+    )
