@@ -250,10 +250,9 @@ def keep_apart(device: torch.device) -> None:
     """Find memory that is received into in a pool of its own, for this process: Lanewise's and FSDP2's."""
     if device.type != "cuda":
         return
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
     # torch.cuda.use_mem_pool makes these three calls, and takes ten times as long for it
     from torch.cuda import memory
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     pool = torch.cuda.MemPool()
     begin, end, release = (
