@@ -247,22 +247,26 @@ class PretendedTransport(MessageTransport):
 
 
 def keep_apart(device: torch.device) -> None:
-    """Find memory that is received into in a pool of its own, for this process: Lanewise's and FSDP2's."""
+    """Find memory that is received into in pools of its own, for this process: Lanewise's and FSDP2's.
+
+    Values and gradients apart, so that no weight is ever a gradient of zero, which would be quick to compute with.
+    """
     if device.type != "cuda":
         return
     # torch.cuda.use_mem_pool makes these three calls, and takes ten times as long for it
     from torch.cuda import memory
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-    pool = torch.cuda.MemPool()
     begin, end, release = (
         memory._cuda_beginAllocateCurrentThreadToPool,
         memory._cuda_endAllocateToPool,
         memory._cuda_releasePool,
     )
-    number, where = pool.id, device.index or 0
+    where = device.index or 0
 
-    def pooled(function: Any) -> Any:
+    def pooled(function: Any, pool: Any) -> Any:
+        number = pool.id
+
         def inside(*arguments: Any, **keywords: Any) -> Any:
             begin(where, number)
             try:
@@ -274,14 +278,16 @@ def keep_apart(device: torch.device) -> None:
         inside.pool = pool  # lives as long as what is found in it
         return inside
 
-    for owner, name in (
-        (AllocatedRoom, "make"),
-        (AllocatedRoom, "fill"),
-        (StreamedSum, "_new"),
-        (getattr(collectives, "DefaultAllocMixin", None), "allocate"),
+    values, gradients = torch.cuda.MemPool(), torch.cuda.MemPool()
+    for owner, name, pool in (
+        (AllocatedRoom, "make", values),
+        (AllocatedRoom, "fill", values),
+        (StreamedSum, "_new", gradients),
+        (getattr(collectives, "DefaultAllGather", None), "allocate", values),
+        (getattr(collectives, "DefaultReduceScatter", None), "allocate", gradients),
     ):
         if owner is not None:
-            setattr(owner, name, pooled(getattr(owner, name)))
+            setattr(owner, name, pooled(getattr(owner, name), pool))
 
 
 def start(backend: str, device: torch.device, **settings: Any) -> Run:

@@ -1,6 +1,7 @@
 """The engine on a real GPU: bits over ranks, strategies and compiled blocks, what a step waits for, and memory."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -50,6 +51,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def train(cell: Cell, precision: str, compiles: bool) -> list[str]:
+    warnings.simplefilter("ignore")  # the compiler's own
     run = cell.start(lanes=6, precision=precision)
     torch.manual_seed(0)
     model = Wide()
