@@ -275,3 +275,33 @@ def test_a_loss_may_use_the_root_after_the_forward():
         ],
         penalise,
     )
+
+
+def leave_early(way: Way, how: str) -> str:
+    """The loop is left right after the update of a step whose gradient is not finite."""
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Twig)
+        for step in run.steps(loader, total=5):
+            for x in step:
+                step.backward(model(x).square().mean() * (float("nan") if step.index == 2 else 1.0))
+            if step.index == 2:
+                break
+            step.update()
+        step.update()
+        words = ""
+        try:
+            if how == "digest":
+                run.digest()
+            elif how == "steps":
+                next(iter(run.steps(loader, total=5)))
+            else:
+                run.close()
+        except NonFiniteError as error:
+            words = str(error).split(":")[0]
+        run.close()
+    return words
+
+
+@pytest.mark.parametrize("how", ["digest", "steps", "close"])
+def test_an_error_is_told_even_if_the_loop_is_left(how):
+    assert one_value([Way(Cell(2, "zero2", "gloo"), True)], leave_early, how) == "step 2"

@@ -127,7 +127,7 @@ class Committer:
     def agreed(self, numbers: Sequence[float], clips: bool) -> Outcome:
         """What became of a step that the device did not refuse."""
         _, loss, weight, squares = numbers
-        norm = math.sqrt(squares) / (weight * self.scale.value) if clips else None
+        norm = math.sqrt(squares) / weight if clips else None
         return Outcome(loss / weight, weight, norm, False, None, self.scale.value)
 
     def decide(self, report: StepReport, clip: float | None) -> tuple[float, Outcome]:

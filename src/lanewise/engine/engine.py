@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lanewise.config import NonFinite, Reduction
-from lanewise.engine import attention, device, hashing, precision
+from lanewise.engine import attention, hashing, precision, refuse
+from lanewise.engine.ahead import Ahead
 from lanewise.engine.buffers import Buffers
 from lanewise.engine.collect import Collector
 from lanewise.engine.commit import Committer, Outcome
@@ -21,17 +22,13 @@ from lanewise.engine.finite import DeviceCheck, FiniteCheck, HostCheck
 from lanewise.engine.meter import Meter
 from lanewise.engine.original import Original
 from lanewise.engine.passes import Passes
-from lanewise.engine.report import PLAIN, WEIGHTED, Form, LaneReport, RankReport, StepReport
+from lanewise.engine.report import Form, LaneReport, RankReport
 from lanewise.engine.result import Known, Result, Unseen
 from lanewise.engine.strategies import Strategy
 from lanewise.engine.transport.messages import MessageTransport
 from lanewise.engine.unit import Unit, all_flats
-from lanewise.engine.verdict import Judge
 from lanewise.engine.world import World
-from lanewise.errors import DivergedError, ModelError, StepError
 from lanewise.lanes.schedule import Schedule
-
-_LEDGER = "what was exchanged"
 
 
 class Engine:
@@ -54,10 +51,11 @@ class Engine:
         trainable = tuple(flat for unit in in_order for flat in unit.trainable)
         self.home = strategy.home(world, units)
         scale = precision.loss_scale(self.flats)
-        self._nonfinite = nonfinite
         self._check: FiniteCheck
+        self._ahead: Ahead | None = None
         if world.runs_ahead:
-            self._check = DeviceCheck(world, trainable, nonfinite, scale)
+            self._check = check = DeviceCheck(world, trainable, nonfinite, scale)
+            self._ahead = Ahead(world, check, nonfinite)
         else:
             self._check = HostCheck(world, trainable, nonfinite, scale)
         self.sum = strategy.gradient_sum(world, trainable, reduction, self._check)
@@ -72,13 +70,10 @@ class Engine:
         self._report = RankReport()
         self._done: list[int] = []
         self._schedule: Schedule | None = None
-        self._judge: Judge | None = None
         self._is_first = True
         self._runs_ahead = False
         is_gpu = world.device.type == "cuda"
         self._meter = Meter(world.device, lambda: self._held(now=True)) if is_gpu else None
-        self._losses: dict[int, torch.Tensor] = {}
-        self._weights: dict[int, torch.Tensor] = {}
 
     def install(self, dtype: torch.dtype | None) -> None:
         """Hook the model; `dtype` is what its inputs are cast to, where that was asked for."""
@@ -97,7 +92,6 @@ class Engine:
         schedule = self.sum.schedule(shares)
         if schedule != self._schedule:
             self.passes.forget_order()
-            self._judge = None
         self._schedule = schedule
         self._runs_ahead = self._can_run_ahead()
         if isinstance(self.world.transport, MessageTransport):
@@ -109,7 +103,8 @@ class Engine:
         self.buffers.begin_step()
         self._report = RankReport(present=self.collector.present)
         self._done = []
-        self._losses, self._weights = {}, {}
+        if self._ahead is not None:
+            self._ahead.begin_step()
         return self._schedule
 
     @property
@@ -152,12 +147,13 @@ class Engine:
         report = self._report.lanes[self._lane]
         report.ways |= way
         if self._runs_ahead:
-            self._note_on_device(loss, weight, factor)
+            assert self._ahead is not None
+            self._ahead.note(self._lane, report, loss, weight, factor)
         else:
             if factor:
                 report.loss += float(loss.detach()) * factor
             report.weight += float(weight)
-        report.is_padding = report.weight == 0.0 and self._lane not in self._weights
+            report.is_padding = report.weight == 0.0
         if is_last:
             self.collector.begin(report)
         root = factor * self.committer.scale.value
@@ -167,20 +163,6 @@ class Engine:
         self.passes.run_backward(loss, gradient, records=not self._done)
         if is_last:
             self.collector.end()
-
-    def _note_on_device(self, loss: torch.Tensor, weight: float | torch.Tensor, factor: float) -> None:
-        lane = self._lane
-        value = loss.detach().double()
-        if loss.dim():
-            value = value.view(())
-        if factor != 1.0:
-            value = value * factor if factor else torch.zeros_like(value)
-        self._losses[lane] = self._losses[lane] + value if lane in self._losses else value
-        if isinstance(weight, torch.Tensor):
-            number = weight.detach().double().view(())
-            self._weights[lane] = self._weights[lane] + number if lane in self._weights else number
-        else:
-            self._report.lanes[lane].weight += weight
 
     def idle_round(self, number: int) -> None:
         """A round in which this rank has no lane: it only takes part in what the others exchange."""
@@ -202,7 +184,7 @@ class Engine:
             **self.committer.optimizer.options(),
         }
         if isinstance(transport, MessageTransport):
-            self._report.options = {**self._report.options, _LEDGER: transport.ledger.check}
+            self._report.options = {**self._report.options, refuse.LEDGER: transport.ledger.check}
         form = Form(
             self.world.lanes, self.world.slots, len(self.collector.parameters),
             len(self._report.changed_buffers), tuple(self._report.options),
@@ -226,7 +208,7 @@ class Engine:
         self.committer.examine(self._report, wants_norm=clip is not None)
         row = form.fill(self._report, self.world.rank)
         report = form.read(self.world.transport.share(row, "the report of a step"), self._schedule)
-        self._refuse_differences(report, self._step, ahead=False)
+        refuse.differences(report, self._step)
         outcome = self.committer.commit(report, clip, clip_value)
         if not outcome.skipped:
             real_lanes = [not lane.is_padding for lane in report.lanes]
@@ -236,78 +218,26 @@ class Engine:
     def _update_ahead(self, form: Form, clip: float | None, clip_value: float | None) -> Result:
         """Have the device decide and step; the host reads later what was decided."""
         assert self._schedule is not None
-        assert isinstance(self._check, DeviceCheck)
-        transport, schedule, step = self.world.transport, self._schedule, self._step
-        assert isinstance(transport, MessageTransport)
-        if self._judge is None:
-            self._judge = Judge(form, schedule, self.world.rank, self.world.device)
-        row = device.from_host(form.fill(self._report, self.world.rank), self.world.device)
+        assert self._ahead is not None
         squares = self.committer.squares() if clip is not None else None
-        lanes = schedule.lanes_of(self.world.rank)
-        weights = None
-        if self._weights:
-            nothing = torch.zeros((), dtype=torch.float64, device=self.world.device)
-            weights = [self._weights.get(lane, nothing) + self._report.lanes[lane].weight for lane in lanes]
-        losses = [self._losses[lane] for lane in lanes]
-        self._judge.fill(row, losses, weights, self._check.wanted_flags, squares)
-        rows = transport.rows(row, "the report of a step")
-        verdict = self._judge.decide(rows, self.committer.scale.value, clip, self._nonfinite == "ignore")
-        numbers = device.to_host(verdict.numbers)
-        mark = device.Mark(device.Queue.present(self.world.device))
-        places = self._check.places
-        present: Sequence[bool] = [True] * form.num_parameters
+        pending = self._ahead.decide(form, self._report, self._schedule, squares, clip)
         if len(self._report.present) < form.num_parameters:
-            present = form.read(rows.cpu(), schedule, places.index).present
-        self.committer.commit_unseen(present, verdict, clip_value)
+            present = pending.report().present
+        else:
+            present = (True,) * form.num_parameters
+        self.committer.commit_unseen(present, pending.verdict, clip_value)
+        step = self._step
 
         def look() -> Outcome:
-            self._await(mark)
-            found = numbers.tolist()
+            found = pending.numbers()
             if not found[0]:
                 return self.committer.agreed(found, clip is not None)
-            report = form.read(rows.cpu(), schedule, places.index)
-            self._refuse_differences(report, step, ahead=True)
+            report = pending.report()
+            refuse.differences(report, step)
+            refuse.late(report, step, [name for name, _ in self.buffers.named])
             return self.committer.decide(report, clip)[1]
 
         return Unseen(look)
-
-    def _await(self, mark: device.Mark) -> None:
-        transport = self.world.transport
-        assert isinstance(transport, MessageTransport)
-        if not mark.is_reached(transport.patience):
-            raise transport.silence("the report of a step")
-
-    def _refuse_differences(self, report: StepReport, step: int, ahead: bool) -> None:
-        plain, weighted = report.given(PLAIN), report.given(WEIGHTED)
-        if plain and weighted:
-            raise StepError(
-                f"step {step}: step.backward got a weight in lane(s) {weighted} and none in lane(s) {plain}, so "
-                "sums would be added to means. Give a weight in every lane, or in none. Nothing was updated."
-            )
-        for what, ranks in report.other_options.items():
-            if what == _LEDGER:
-                raise DivergedError(
-                    f"step {step}: rank(s) {list(ranks)} have exchanged other things than rank 0, or in another order. "
-                    "Nothing was updated. All ranks must run the same program: let no module's call depend on the rank."
-                )
-            raise DivergedError(
-                f"step {step}: rank(s) {list(ranks)} have other values of {what} than rank 0 (lr and the like), "
-                "so the ranks would update by different rules. Nothing was updated. Do not let them depend on the rank."
-            )
-        late = [
-            name for (name, _), has in zip(self.buffers.named, report.changed_buffers, strict=True) if has
-        ]
-        if ahead and late:
-            raise ModelError(
-                f"step {step}: buffer {late[0]!r} was changed by a forward for the first time, and the run did not "
-                "expect it: on a GPU it looks in its first step which buffers change. Nothing was updated. Write to "
-                "the buffer in the first step too, even the value that it has."
-            )
-        if ahead and not report.total_weight > 0:
-            raise StepError(
-                f"step {step}: the weights of all lanes add up to {report.total_weight:g}, and gradients are divided "
-                "by that. A weight is the count that a loss is a sum over. Nothing was updated."
-            )
 
     @property
     def lanes_done(self) -> tuple[int, ...]:

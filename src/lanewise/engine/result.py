@@ -1,5 +1,6 @@
 """What came of a step: known at once, or decided on the device and read later."""
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,6 +30,9 @@ class Known:
         return self._outcome
 
 
+_FAILED = Outcome(loss=math.nan, weight=math.nan, grad_norm=None, skipped=True, refusal=None, loss_scale=1.0)
+
+
 class Unseen:
     """See `Result`."""
 
@@ -39,9 +43,10 @@ class Unseen:
         self._outcome: Outcome | None = None
 
     def outcome(self) -> Outcome:
-        """Waits for the device, once."""
+        """Waits for the device, once. An error is raised once too; a step that has failed was skipped."""
         if self._outcome is None:
             assert self._look is not None
-            self._outcome = self._look()
-            self._look = None
+            look, self._look = self._look, None
+            self._outcome = _FAILED
+            self._outcome = look()
         return self._outcome

@@ -63,7 +63,7 @@ class Judge:
             start = self._form.starts[1] + self._form.slots[self._rank][0]
             row[start : start + squares.numel()].copy_(squares)
 
-    def decide(self, rows: torch.Tensor, scale: float, clip: float | None, ignores_bad: bool) -> Verdict:
+    def decide(self, rows: torch.Tensor, clip: float | None, ignores_bad: bool) -> Verdict:
         """Come to a verdict from the rows of all ranks."""
         _, _, bad, present, buffers, options = self._form.starts[:-1]
         numbers = rows.view(-1)
@@ -77,7 +77,7 @@ class Judge:
         refused |= (rows[:, options:] != rows[:1, options:]).any()
         if options > buffers:
             refused |= (rows[:, buffers:options] != 0).any()
-        divisor = weight * scale
+        divisor = weight
         if clip is not None:
             factor = clip / (total[2].sqrt() / divisor + 1e-6)
             clips = (factor < 1.0) | torch.isnan(factor)

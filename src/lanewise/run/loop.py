@@ -130,8 +130,8 @@ class Step:
 
         Where a gradient is not finite, nothing is updated, this step is over, and NonFiniteError says whose it
         was, on every rank alike. Catch it to go on with the next step. On a GPU the host does not wait for the
-        device to find out, so the error comes from the update of the next step (which is made all the same), or at
-        the end of the loop.
+        device to find out, so the error comes from the update of the next step (which is made all the same), at the
+        end of the loop, or from the next call of the run.
         """
         if self._result is not None:
             raise StepError(f"step {self.index}: step.update was called twice.")

@@ -192,6 +192,7 @@ class Run:
         """
         if total is not None and epochs is not None:
             raise SettingsError("run.steps takes total= or epochs=, not both.")
+        self._settle(0)
         agree.on_data(loader, self.engine.world.transport)
         if total is None:
             total = (self.position // len(loader) + (1 if epochs is None else epochs)) * len(loader)
@@ -221,6 +222,7 @@ class Run:
                 f"step {self._step.index}: {what} was called inside the step. Call it after step.update(), or before "
                 "the step is iterated."
             )
+        self._settle(0)
 
     def gathered(self, model: nn.Module | None = None, write: bool = False) -> AbstractContextManager[None]:
         """Have all parameters whole on this rank, to evaluate, generate or export. Call it on all ranks.
@@ -234,10 +236,12 @@ class Run:
             raise ModelError(
                 f"run.gathered was given a {type(model).__name__} that is not the prepared model."
             )
+        self._settle(0)
         return gathered.writing(self.engine) if write else gathered.reading(self.engine)
 
     def digest(self) -> str:
         """A hash of all parameters and optimizer state, the same for any number of ranks. Call it on all."""
+        self._settle(0)
         return digests.digest(self.engine)
 
     def memory(self) -> dict[str, int]:
@@ -276,12 +280,19 @@ class Run:
         if not self._is_closed:
             self._is_closed = True
             atexit.unregister(self.close)
-            if self._engine is not None:
-                self._engine.close()
             error = sys.exception() or getattr(sys, "last_value", None)
-            self._transport.close(
-                None if error is None else f"it failed with {type(error).__name__}: {error}"
-            )
+            try:
+                if error is None:
+                    self._settle(0)
+            except Exception as late:
+                error = late
+                raise
+            finally:
+                if self._engine is not None:
+                    self._engine.close()
+                self._transport.close(
+                    None if error is None else f"it failed with {type(error).__name__}: {error}"
+                )
 
     def _portions(self, loader: Loader, first: int, total: int) -> Iterator[Portion]:
         """What this rank will compute from a step on, in order, as long as lanes stay where they are."""

@@ -1,0 +1,46 @@
+"""Steps that are errors although every rank did its part: what the ranks' reports say does not fit together."""
+
+import math
+from collections.abc import Sequence
+
+from lanewise.engine.report import PLAIN, WEIGHTED, StepReport
+from lanewise.errors import DivergedError, ModelError, StepError
+
+LEDGER = "what was exchanged"
+"""The option of a report that holds the check of a transport's ledger."""
+
+
+def differences(report: StepReport, step: int) -> None:
+    """Raise if lanes gave losses in unlike ways, or ranks did or chose unlike things."""
+    plain, weighted = report.given(PLAIN), report.given(WEIGHTED)
+    if plain and weighted:
+        raise StepError(
+            f"step {step}: step.backward got a weight in lane(s) {weighted} and none in lane(s) {plain}, so "
+            "sums would be added to means. Give a weight in every lane, or in none. Nothing was updated."
+        )
+    for what, ranks in report.other_options.items():
+        if what == LEDGER:
+            raise DivergedError(
+                f"step {step}: rank(s) {list(ranks)} have exchanged other things than rank 0, or in another order. "
+                "Nothing was updated. All ranks must run the same program: let no module's call depend on the rank."
+            )
+        raise DivergedError(
+            f"step {step}: rank(s) {list(ranks)} have other values of {what} than rank 0 (lr and the like), "
+            "so the ranks would update by different rules. Nothing was updated. Do not let them depend on the rank."
+        )
+
+
+def late(report: StepReport, step: int, buffers: Sequence[str]) -> None:
+    """Raise what can only be found out late, where the device has decided."""
+    changed = [name for name, has_changed in zip(buffers, report.changed_buffers, strict=True) if has_changed]
+    if changed:
+        raise ModelError(
+            f"step {step}: buffer {changed[0]!r} was changed by a forward for the first time, and the run did not "
+            "expect it: on a GPU it looks in its first step which buffers change. Nothing was updated. Write to "
+            "the buffer in the first step too, even the value that it has."
+        )
+    if not 0 < report.total_weight < math.inf:
+        raise StepError(
+            f"step {step}: the weights of all lanes add up to {report.total_weight:g}, and gradients are divided "
+            "by that. A weight is the count that a loss is a sum over. Nothing was updated."
+        )
