@@ -1,12 +1,16 @@
 """The path on which the device decides and the host looks later: same bits, same errors, one step late."""
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from lanewise.errors import DivergedError, ModelError, NonFiniteError, StepError
+from lanewise.engine import device
+from lanewise.engine.transport.ledger import WRITTEN
+from lanewise.engine.transport.messages import MessageTransport
+from lanewise.errors import DivergedError, ExchangeError, ModelError, NonFiniteError, StepError
 from tests.helpers.ahead import running_ahead
 from tests.helpers.cases import STRATEGIES, Cell, Recipe, grid, one_value, train
 
@@ -305,3 +309,69 @@ def leave_early(way: Way, how: str) -> str:
 @pytest.mark.parametrize("how", ["digest", "steps", "close"])
 def test_an_error_is_told_even_if_the_loop_is_left(how):
     assert one_value([Way(Cell(2, "zero2", "gloo"), True)], leave_early, how) == "step 2"
+
+
+def train_quietly(way: Way, recipe: Recipe) -> list[str]:
+    """As on GPUs that exchange by NCCL: a ledger in place of headers."""
+
+    def hush(transport: MessageTransport, is_quiet: bool) -> None:
+        transport._is_quiet = is_quiet
+
+    with running_ahead(way.is_ahead), mock.patch.object(MessageTransport, "hush", hush):
+        return train(way.cell, recipe)
+
+
+def test_a_ledger_in_place_of_headers_changes_no_bits():
+    cells = grid([1, 3], transports=["gloo"])
+    one_value(
+        [CELLS[0], *(Way(cell, True) for cell in cells)], train_quietly, Recipe(steps=4, fused=True, clip=0.1)
+    )
+
+
+def stray(way: Way) -> list[str]:
+    """Rank 1 announces something that the others do not, at step 2."""
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Twig)
+        transport = run.engine.world.transport
+        transport._may_hush = True
+        found = []
+        try:
+            for step in run.steps(loader, total=5):
+                for x in step:
+                    step.backward(model(x).square().mean())
+                if step.index == 2 and run.rank == 1:
+                    assert transport.announce("a stroll") == WRITTEN
+                step.update()
+        except DivergedError as error:
+            found = [str(error).split(". ")[0]]
+        run.close()
+    return found
+
+
+def test_ranks_whose_ledgers_differ_are_refused():
+    (words,) = one_value([Way(Cell(3, "zero3", "gloo"), True)], stray)
+    assert words == "step 2: rank(s) [1] have exchanged other things than rank 0, or in another order"
+
+
+def never_come(way: Way) -> list[str]:
+    """The device does not get to the end of step 2."""
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Twig, timeout=1.0)
+        words = ""
+        for step in run.steps(loader, total=3):
+            for x in step:
+                step.backward(model(x).square().mean())
+            step.update()
+            if step.index == 2:
+                with mock.patch.object(device.Mark, "is_reached", lambda mark, limit: False):
+                    try:
+                        _ = step.loss
+                    except ExchangeError as error:
+                        words = str(error)
+        run.close()
+    return [words]
+
+
+def test_a_device_that_does_not_get_on_is_an_error_with_words():
+    (words,) = one_value([Way(Cell(1, "zero2", "gloo"), True)], never_come)
+    assert words == "rank 0: the device did not get to the report of a step in time."

@@ -2,7 +2,7 @@
 
 Sending a header to every other rank before each exchange costs W - 1 messages an exchange, which a GPU that
 computes a unit in a millisecond would wait for. Where no rank needs to follow another, ranks keep a ledger instead:
-a running check of all words, which their reports carry and compare once a step.
+a running check of the words of a step, which their reports carry and compare.
 """
 
 import zlib

@@ -74,6 +74,8 @@ class MessageTransport:
     def hush(self, is_quiet: bool) -> None:
         """From now on, write down what is announced in place of sending it, or send it again. Collective."""
         self._is_quiet = is_quiet and self._may_hush
+        if is_quiet:
+            self.ledger = Ledger()
 
     def board(self, numel: int, dtype: torch.dtype) -> Board:
         """Private memory: the others get what is sent to them."""
