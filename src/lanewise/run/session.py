@@ -3,7 +3,7 @@
 import atexit
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from lanewise import config, env
@@ -29,7 +30,7 @@ from lanewise.engine.world import World
 from lanewise.errors import DataError, ModelError, NonFiniteError, SettingsError, StepError
 from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
 from lanewise.lanes.hosting import even, weighted
-from lanewise.run import agree, record
+from lanewise.run import agree, checkpoint, record
 from lanewise.run import digest as digests
 from lanewise.run.connect import connect
 from lanewise.run.evaluate import evaluate
@@ -243,6 +244,39 @@ class Run:
         """A hash of all parameters and optimizer state, the same for any number of ranks. Call it on all."""
         self._settle(0)
         return digests.digest(self.engine)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        schedulers: LRScheduler | Sequence[LRScheduler] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write the state of the run as a new generation in a folder. Call it on all ranks, between steps.
+
+        It is published whole or not at all, and loads on any number of ranks with any strategy. `extra` takes plain
+        values of your own.
+
+        >>> run.save("runs/first", schedulers=scheduler)                # doctest: +SKIP
+        """
+        self.check_between_steps("run.save")
+        return checkpoint.save(self, Path(folder), schedulers, extra)
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        schedulers: LRScheduler | Sequence[LRScheduler] = (),
+    ) -> dict[str, Any]:
+        """Go on from the newest whole generation in a folder, or from that of a step; returns its `extra`.
+
+        Call it on all ranks, after `prepare`. A generation that is damaged is passed over, with a notice.
+
+        >>> run.load("runs/first", schedulers=scheduler)                # doctest: +SKIP
+        """
+        self.check_between_steps("run.load")
+        return checkpoint.load(self, Path(folder), step, schedulers, lambda text: self._report(Notice(text)))
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank keeps for the run, by what they are for."""

@@ -1,0 +1,65 @@
+"""Saving and loading a run: its engine's state, with what the run itself and its schedulers know."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from lanewise.errors import StateError
+from lanewise.run import digest as digests
+from lanewise.state import load as loading
+from lanewise.state import save as saving
+from lanewise.state.manifest import plain
+
+if TYPE_CHECKING:
+    from lanewise.run.session import Run
+
+_IDENTITY = ("lanes", "seed", "precision", "moments", "micro_batches", "reduction")
+"""The settings that decide bits."""
+Schedulers = LRScheduler | Sequence[LRScheduler]
+
+
+def save(run: "Run", folder: Path, schedulers: Schedulers, extra: Mapping[str, Any] | None) -> Path:
+    """See `Run.save`."""
+    settings = asdict(run.settings)
+    facts = {
+        "seed": run.settings.seed,
+        "settings": {key: settings[key] for key in _IDENTITY},
+        "extra": {
+            "user": plain(dict(extra or {}), "extra"),
+            "schedulers": [plain(one.state_dict(), type(one).__name__) for one in _listed(schedulers)],
+        },
+    }
+    return saving.save(run.engine, folder, run.position, facts, digests.digest(run.engine))
+
+
+def load(
+    run: "Run", folder: Path, step: int | None, schedulers: Schedulers, notify: Callable[[str], None]
+) -> dict[str, Any]:
+    """See `Run.load`."""
+    names = loading.generations(folder) if step is None else [saving.name_of(step)]
+    listed = _listed(schedulers)
+    found = loading.load(run.engine, folder, names, len(listed), notify)
+    run.position = found.step
+    settings = asdict(run.settings)
+    for key, value in found.settings.items():
+        if settings.get(key) != value:
+            notify(
+                f"the generation was saved with {key}={value!r}, and this run has {settings.get(key)!r}: other bits"
+            )
+    for scheduler, state in zip(listed, found.extra["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
+    now = digests.digest(run.engine)
+    if now != found.digest:
+        raise StateError(
+            f"{folder}: what was loaded has digest {now}, and {found.digest} was saved. This is a fault of Lanewise; "
+            "do not go on."
+        )
+    user: dict[str, Any] = found.extra["user"]
+    return user
+
+
+def _listed(schedulers: Schedulers) -> list[LRScheduler]:
+    return [schedulers] if isinstance(schedulers, LRScheduler) else list(schedulers)

@@ -1,0 +1,129 @@
+"""A run that was saved goes on anywhere, to the bits of one that never stopped; what is damaged is never loaded."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.helpers.cases import STRATEGIES, Cell, on_ranks
+from tests.helpers.models import Gpt, token_data
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A cell that begins from a generation, or from nothing, and saves one at its end."""
+
+    cell: Cell
+    until: int
+    folder: Path | None = None
+    loads: bool = False
+    saves: bool = False
+    precision: str = "model"
+    moments: str = "fp32"
+    skips: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.cell.world
+
+
+class Skipping(Gpt):
+    """A model whose last block is used from step 2 on only, so that its parameters have no state before."""
+
+    uses_last = True
+
+    def forward(self, tokens):
+        kept = self.blocks
+        if not self.uses_last:
+            self.blocks = kept[:-1]
+        try:
+            return super().forward(tokens)
+        finally:
+            self.blocks = kept
+
+
+def travel(leg: Leg) -> list[str]:
+    run = leg.cell.start(lanes=6, precision=leg.precision, moments=leg.moments)
+    torch.manual_seed(0)
+    model = Skipping(dropout=0.1) if leg.skips else Gpt(dropout=0.1)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 2e-3},
+    ]
+    model, optimizer = run.prepare(model, torch.optim.AdamW(groups, lr=1e-2))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    loader = run.loader(token_data(36), batch_size=12, shuffle=True)
+    if leg.loads:
+        told = run.load(leg.folder, schedulers=scheduler)
+        assert told == {"note": [1, 2.5, None]}
+    digests = []
+    for step in run.steps(loader, total=leg.until):
+        if leg.skips:
+            model.uses_last = step.index >= 2
+        for tokens, targets in step:
+            step.backward(F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()))
+        step.update(clip=0.5)
+        scheduler.step()
+        digests.append(run.digest())
+    if leg.saves:
+        run.save(leg.folder, schedulers=scheduler, extra={"note": [1, 2.5, None]})
+    run.close()
+    return digests
+
+
+SAVERS = [
+    Cell(1, "ddp"),
+    *(Cell(3, s, "gloo") for s in STRATEGIES),
+    Cell(2, "zero3", "shared"),
+    Cell(5, "zero1", "shared"),
+]
+LOADERS = [
+    Cell(1, "zero3"),
+    *(Cell(2, s, "gloo") for s in STRATEGIES),
+    Cell(5, "zero2", "gloo"),
+    Cell(3, "ddp", "shared"),
+]
+
+
+def saved_and_loaded(folder: Path, **options) -> None:
+    """Every pair of cells, and one that never stops."""
+    straight = Leg(Cell(1, "ddp"), 5, **options)
+    legs = [straight]
+    for number, saver in enumerate(SAVERS):
+        place = folder / str(number)
+        legs.append(Leg(saver, 2, place, saves=True, **options))
+        legs += [Leg(LOADERS[(number + n) % len(LOADERS)], 5, place, loads=True, **options) for n in (0, 3)]
+    found = on_ranks(legs, travel, timeout=280)
+    wanted = found[0][0]
+    for leg, by_rank in zip(legs, found, strict=True):
+        for digests in by_rank:
+            assert digests == (wanted[2:] if leg.loads else wanted[: leg.until]), leg
+
+
+def test_saved_anywhere_goes_on_anywhere(tmp_path):
+    saved_and_loaded(tmp_path)
+
+
+def test_masters_and_narrow_moments_are_saved(tmp_path):
+    saved_and_loaded(tmp_path, precision="bf16", moments="bf16", skips=True)
+
+
+def test_a_generation_is_never_overwritten_and_the_newest_whole_one_is_loaded(tmp_path):
+    cell = Cell(2, "zero3", "gloo")
+    on_ranks([Leg(cell, 1, tmp_path, saves=True), Leg(cell, 2, tmp_path, saves=True)], travel)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
+    path = tmp_path / "step-000000002" / "slots-00003-00006.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data)
+    legs = [
+        Leg(cell, 4),
+        Leg(Cell(1, "zero1"), 4, tmp_path, loads=True),
+        replace(Leg(cell, 2, tmp_path, saves=True)),
+    ]
+    straight, after_fall_back = on_ranks(legs[:2], travel)
+    assert after_fall_back[0] == straight[0][1:]
+    with pytest.raises(Exception, match="there is a generation of this step already"):
+        on_ranks(legs[2:], travel)
