@@ -8,8 +8,18 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+import torch
+
 from lanewise.engine import room
 from lanewise.engine.world import World
+
+
+class _Room(room.AllocatedRoom):
+    """As on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_safe = True
 
 
 @contextlib.contextmanager
@@ -20,6 +30,6 @@ def running_ahead(is_wanted: bool = True) -> Iterator[None]:
         return
     with (
         mock.patch.object(World, "runs_ahead", property(lambda world: True)),
-        mock.patch.object(room, "choose", room.AllocatedRoom),
+        mock.patch.object(room, "choose", _Room),
     ):
         yield

@@ -228,7 +228,7 @@ def refuse(way: Way, what: str) -> list[object]:
         ("ways", "StepError", "step 2: step.backward got a weight in lane(s) [3]"),
         ("lr", "DivergedError", "step 2: rank(s) [1, 2] have other values of optimizer group 0"),
         ("buffer", "ModelError", "step 2: buffer 'seen' was changed by a forward for the first time"),
-        ("weight", "StepError", "step 2: the weights of all lanes add up to 0"),
+        ("weight", "StepError", "step 2, lane 0: weight must be a positive, finite number, found 0"),
     ],
 )
 def test_mistakes_are_told_late_and_change_nothing(what, kind, words):
@@ -375,3 +375,85 @@ def never_come(way: Way) -> list[str]:
 def test_a_device_that_does_not_get_on_is_an_error_with_words():
     (words,) = one_value([Way(Cell(1, "zero2", "gloo"), True)], never_come)
     assert words == "rank 0: the device did not get to the report of a step in time."
+
+
+def be_odd(way: Way, what: str) -> list[str]:
+    """Things that are done seldom, and that both paths must do alike."""
+    with running_ahead(way.is_ahead):
+        lanes = 3 if what == "more ranks than lanes" else 8
+        torch.manual_seed(1)
+        run = way.cell.start(lanes=lanes, nonfinite="skip")
+        torch.manual_seed(1)
+        model: nn.Module = Twig()
+        if what == "batch norm":
+            model = nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        if what == "fp64 beside fp32":
+            model.aside = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        if what == "momentum":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        run.prepare(model, optimizer)
+        loader = run.loader(
+            torch.randn(48, 40, generator=torch.Generator().manual_seed(2)), batch_size=lanes * 2
+        )
+        weight = torch.zeros((), dtype=torch.float64)
+        digests = []
+        abandons = what == "abandoned and rehosted"
+        while run.position < 5:
+            try:
+                for step in run.steps(loader, total=5):
+                    for x in step:
+                        if abandons and step.index == 2 and step.lane == step.lanes[-1]:
+                            raise KeyError("enough")
+                        loss = model(x).square().mean()
+                        if what == "fp64 beside fp32":
+                            loss = loss * model.aside.float().mean()
+                        if step.index < 2 and what in ("momentum", "batch norm") and step.lane == 1:
+                            loss = loss * float("nan")
+                        if what == "a weight that is used again":
+                            step.backward(loss * 3, weight.fill_(1 + step.lane))
+                        else:
+                            step.backward(loss)
+                    step.update(clip=0.5)
+                    digests.append(run.digest())
+            except KeyError:
+                abandons = False
+                run.rehost((7.0, 1.0) if run.world_size == 2 else "even")
+        run.close()
+    return digests
+
+
+ODD = ["abandoned and rehosted", "momentum", "batch norm", "fp64 beside fp32", "a weight that is used again"]
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_things_have_the_same_bits(what):
+    worlds = [2] if what == ODD[0] else [1, 3]
+    ways = [Way(cell, True) for cell in grid(worlds, ["zero2", "zero3"], ["gloo"])]
+    one_value([Way(Cell(1, "ddp"), False), *ways], be_odd, what)
+
+
+def test_more_ranks_than_lanes():
+    ways = [Way(Cell(5, strategy, "gloo"), True) for strategy in ("ddp", "zero2", "zero3")]
+    one_value([Way(Cell(1, "ddp"), False), *ways], be_odd, "more ranks than lanes")
+
+
+def clip_hard(way: Way) -> list[str]:
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(way, Twig)
+        words = ""
+        try:
+            for step in run.steps(loader, total=2):
+                for x in step:
+                    step.backward(model(x).square().mean() * 1e30)
+                step.update(clip=1e-12)
+        except StepError as error:
+            words = str(error).split(", which")[0]
+        run.close()
+    return [words]
+
+
+def test_a_divisor_beyond_fp32_is_an_error_and_no_step_of_nothing():
+    (words,) = one_value([Way(Cell(2, "zero2", "gloo"), True)], clip_hard)
+    assert words.startswith("step 1: gradients would have to be divided by")

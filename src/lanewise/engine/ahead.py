@@ -42,6 +42,7 @@ class Pending:
 
     def report(self) -> StepReport:
         """All that the ranks have reported. Waits for the device."""
+        self.numbers()
         return self._form.read(self._rows.cpu(), self._schedule, self._check.places.index)
 
 
@@ -65,16 +66,20 @@ class Ahead:
         self, lane: int, report: LaneReport, loss: torch.Tensor, weight: float | torch.Tensor, factor: float
     ) -> None:
         """Add a loss to a lane, and its weight, wherever that is."""
-        value = loss.detach().double().view(())
+        value = self._number(loss)
         if factor != 1.0:
             value = value * factor if factor else torch.zeros_like(value)
         self._losses[lane] = self._losses[lane] + value if lane in self._losses else value
         if isinstance(weight, torch.Tensor):
-            number = weight.detach().double().view(())
+            number = self._number(weight)
             self._weights[lane] = self._weights[lane] + number if lane in self._weights else number
         else:
             report.weight += weight
         report.is_padding = report.weight == 0.0 and lane not in self._weights
+
+    def _number(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of our own: the script may use its tensor again."""
+        return tensor.detach().to(self._world.device, torch.float64, non_blocking=True, copy=True).view(())
 
     def decide(
         self,

@@ -139,7 +139,6 @@ class Buffers:
     def commit(self, touched: Sequence[bool], schedule: Schedule, real_lanes: Sequence[bool]) -> None:
         """Give every buffer its value after the step. Collective; `touched` is over all ranks."""
         numbers = [n for n, is_touched in enumerate(touched) if is_touched]
-        self.have_changed |= bool(numbers)
         moved = [n for n in numbers if self._all[n].kept.is_floating_point()]
         counted = [n for n in numbers if not self._all[n].kept.is_floating_point()]
         if moved:

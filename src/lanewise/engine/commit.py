@@ -78,7 +78,8 @@ class Committer:
                 for part in flat.layout.parts(self._world.spans(flat)[owner]):
                     tensor = values[part.offset : part.offset + part.stop - part.start]
                     slices.append(Slice(flat, part, owner, tensor))
-        self.optimizer = SlicedOptimizer(optimizer, slices)
+        is_fp32 = all(flat.update_dtype == torch.float32 for flat in self._flats)
+        self.optimizer = SlicedOptimizer(optimizer, slices, is_fp32)
         flats = {flat.number: flat for flat in self._flats}
         stored = {key: master for key, master in self.masters.items() if not self._home.rounds(flats[key[0]])}
         self._masters = list(stored.values())
@@ -119,6 +120,11 @@ class Committer:
             self._step(report.present, divisor, None, clip_value)
         self.scale.update(report.bad_total is not None)
         return outcome
+
+    def must_look(self, present: Sequence[bool]) -> bool:
+        """Whether a step that is refused would leave something behind, so that the host has to see it first."""
+        has = [present[self._index[p.flat.number, p.part.field]] for p in self.optimizer.slices]
+        return self.optimizer.is_new_to(has)
 
     def commit_unseen(self, present: Sequence[bool], verdict: Verdict, clip_value: float | None) -> None:
         """Step as the device has decided."""

@@ -208,6 +208,7 @@ class Engine:
         self.committer.examine(self._report, wants_norm=clip is not None)
         row = form.fill(self._report, self.world.rank)
         report = form.read(self.world.transport.share(row, "the report of a step"), self._schedule)
+        self.buffers.have_changed |= any(report.changed_buffers)
         refuse.differences(report, self._step)
         outcome = self.committer.commit(report, clip, clip_value)
         if not outcome.skipped:
@@ -221,11 +222,11 @@ class Engine:
         assert self._ahead is not None
         squares = self.committer.squares() if clip is not None else None
         pending = self._ahead.decide(form, self._report, self._schedule, squares, clip)
+        present = (True,) * form.num_parameters
         if len(self._report.present) < form.num_parameters:
             present = pending.report().present
-        else:
-            present = (True,) * form.num_parameters
-        self.committer.commit_unseen(present, pending.verdict, clip_value)
+        if not (self.committer.must_look(present) and pending.numbers()[0]):
+            self.committer.commit_unseen(present, pending.verdict, clip_value)
         step = self._step
 
         def look() -> Outcome:
@@ -233,9 +234,11 @@ class Engine:
             if not found[0]:
                 return self.committer.agreed(found, clip is not None)
             report = pending.report()
+            self.buffers.have_changed |= any(report.changed_buffers)
             refuse.differences(report, step)
             refuse.late(report, step, [name for name, _ in self.buffers.named])
-            return self.committer.decide(report, clip)[1]
+            divisor, outcome = self.committer.decide(report, clip)
+            return outcome if outcome.skipped else refuse.too_far(divisor, step)
 
         return Unseen(look)
 

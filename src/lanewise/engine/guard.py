@@ -2,8 +2,8 @@
 
 While a parameter's storage is freed, the parameter (one object, not its class's other instances) carries
 a class whose every use but the harmless ones raises. Where freed memory could still be read, a single NaN
-stretched to its shape lies beneath it, for code that gets past the class; elsewhere torch itself refuses
-to read a storage without memory.
+stretched to its shape lies beneath it, for code that gets past the class; elsewhere (on a GPU) a storage
+without memory has no address, and reading it is an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence

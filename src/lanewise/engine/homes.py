@@ -29,7 +29,7 @@ class Home(Protocol):
     frees: bool
     """Whether values go away between uses."""
     is_safe: bool
-    """Whether torch refuses to read values that are away."""
+    """Whether to read values that are away is an error by itself, as on a GPU."""
 
     def settle(
         self, unit: Unit, values: Mapping[int, torch.Tensor], masters: Mapping[int, torch.Tensor]

@@ -51,10 +51,14 @@ class Slice:
 class SlicedOptimizer:
     """The user's optimizer after its parameters have been replaced by slices."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, slices: Sequence[Slice], is_fp32: bool | None = None
+    ) -> None:
+        """`is_fp32` says whether all ranks' slices are, where this rank has only some of them."""
         self.optimizer = optimizer
         self.slices = tuple(slices)
-        self._is_fp32 = all(piece.tensor.dtype == torch.float32 for piece in slices)
+        here = all(piece.tensor.dtype == torch.float32 for piece in slices)
+        self._is_fp32 = here if is_fp32 is None else is_fp32
         made_by_constructor = dict(optimizer.state)
         optimizer.state.clear()
         for number, group in enumerate(optimizer.param_groups):
@@ -154,6 +158,17 @@ class SlicedOptimizer:
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return (
             is_fused and self._is_fp32 and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        )
+
+    def is_new_to(self, present: Sequence[bool]) -> bool:
+        """Whether a step would make state out of a gradient, even where the step is refused: torch's SGD does."""
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return False
+        return any(
+            has_gradient
+            and self.optimizer.param_groups[piece.group]["momentum"] != 0
+            and self.optimizer.state.get(piece.tensor, {}).get("momentum_buffer") is None
+            for piece, has_gradient in zip(self.slices, present, strict=True)
         )
 
     def state_of(self, piece: Slice) -> dict[str, torch.Tensor]:

@@ -6,8 +6,9 @@ first call began later are complete, and their values may go. That needs a hook 
 none on a parameter. Where backward comes to a unit in another way (a loss kept aside, an output that is
 no plain tensor), `saved` brings the values back and the gradients are complete when all of backward is.
 
-Looking at everything that is saved costs as much Python as the rest together. Where torch itself refuses to read
-values that are away, it is done once for each shape of a graph: if nothing had to be brought back then, nothing will.
+Looking at everything that is saved costs as much Python as the rest together. Where to read values that are away is
+an error by itself (on a GPU), it is done once for each shape of a graph: if nothing had to be brought back then,
+nothing will.
 """
 
 from collections.abc import Callable
@@ -111,8 +112,8 @@ class Passes:
     def begin_lane(self) -> None:
         """Forwards and a backward come next. The root's values are here from now on, whatever is called.
 
-        Where torch refuses to read values that are away, they go when the model's own forward is over, since that is
-        when most memory is in use, and come back with backward, or when the loss touches them.
+        Where to read values that are away is an error by itself, they go when the model's own forward is over, since
+        that is when most memory is in use, and come back with backward, or when the loss touches them.
         """
         self.reset()
         self._is_training = True

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lanewise.engine.report import PLAIN, WEIGHTED, StepReport
 from lanewise.errors import DivergedError, ModelError, StepError
@@ -39,8 +40,18 @@ def late(report: StepReport, step: int, buffers: Sequence[str]) -> None:
             "expect it: on a GPU it looks in its first step which buffers change. Nothing was updated. Write to "
             "the buffer in the first step too, even the value that it has."
         )
-    if not 0 < report.total_weight < math.inf:
-        raise StepError(
-            f"step {step}: the weights of all lanes add up to {report.total_weight:g}, and gradients are divided "
-            "by that. A weight is the count that a loss is a sum over. Nothing was updated."
-        )
+    for lane, one in enumerate(report.lanes):
+        if one.ways & WEIGHTED and not one.is_padding and not 0 < one.weight < math.inf:
+            raise StepError(
+                f"step {step}, lane {lane}: weight must be a positive, finite number, found {one.weight:g}. It is the "
+                "count that the loss is a sum over. Nothing was updated."
+            )
+
+
+def too_far(divisor: float, step: int) -> NoReturn:
+    """Raise for a divisor that a GPU's fused optimizer does not take."""
+    raise StepError(
+        f"step {step}: gradients would have to be divided by {divisor:g}, which is beyond fp32, and fused optimizers "
+        "divide in it. Nothing was updated. Look at the loss and its weight; an optimizer made without fused=True "
+        "divides in fp64 where it must."
+    )

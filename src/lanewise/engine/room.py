@@ -24,7 +24,7 @@ class Room(Protocol):
     """Makes places whose memory comes and goes."""
 
     is_safe: bool
-    """Whether torch refuses to read a place that is empty."""
+    """Whether to read a place that is empty is an error, of torch or of the device, and never a value."""
 
     def make(self, num_bytes: int) -> torch.Tensor:
         """A place, filled: bytes of any value."""
@@ -40,12 +40,11 @@ class Room(Protocol):
 
 
 class AllocatedRoom:
-    """Memory from torch's allocator."""
-
-    is_safe = True
+    """Memory from torch's allocator. An empty place has no address: a GPU refuses that, and a CPU ends the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.is_safe = device.type == "cuda"
 
     def make(self, num_bytes: int) -> torch.Tensor:
         """An ordinary tensor."""

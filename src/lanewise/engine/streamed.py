@@ -85,9 +85,11 @@ class StreamedSum(EagerSum):
         self._used_bytes = self._most_bytes = self._gradient_bytes = self._most_gradients = 0
 
     def begin_step(self, schedule: Schedule) -> None:
-        """Plan the step."""
-        super().begin_step(schedule)
+        """Plan the step. One that was abandoned leaves nothing behind."""
         self._main = device.Queue.present(self._world.device)
+        self._wait(0)
+        self._free()
+        super().begin_step(schedule)
         if schedule is not self._planned:
             self._planned = schedule
             self._plan_rounds(schedule)
@@ -133,6 +135,9 @@ class StreamedSum(EagerSum):
     def end_step(self) -> None:
         """Free all sums."""
         super().end_step()
+        self._free()
+
+    def _free(self) -> None:
         self._wholes.clear()
         self._gradient_bytes = 0
         for registers in self._registers.values():
@@ -267,9 +272,11 @@ def _add_plainly(
     position: int,
 ) -> None:
     length = registers[0].numel()
+    if not length:
+        return
     num_used = 1 + max((step.register for step in instructions), default=-1)
     registers = [*registers, *(torch.empty_like(registers[0]) for _ in range(num_used - len(registers)))]
-    split = rows.split(length) if length else []
+    split = rows.split(length)
     arrivals = {leaf_node(first_lane + number): row for number, row in enumerate(split)}
     carry_out(instructions, registers, arrivals)
     if flags is not None and instructions:

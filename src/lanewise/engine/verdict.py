@@ -13,6 +13,9 @@ import torch
 from lanewise.engine.report import NOTHING, PLAIN, WEIGHTED, Form
 from lanewise.lanes.schedule import Schedule
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Divisors below are not exact in fp32."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -39,7 +42,7 @@ class Judge:
         rows = [host * width + lanes + 4 * lane for lane, host in enumerate(schedule.host)]
         places = [keeper * width + squares + slot for slot, keeper in enumerate(owner)]
         self._picked = self._index([[row, row + 1, place] for row, place in zip(rows, places, strict=True)])
-        self._ways = self._index([row + 3 for row in rows])
+        self._lanes = self._index([[row + 1, row + 2, row + 3] for row in rows])
         self._losses = self._index([lanes + 4 * lane for lane in self._mine])
         self._weights = self._index([lanes + 4 * lane + 1 for lane in self._mine])
 
@@ -69,9 +72,10 @@ class Judge:
         numbers = rows.view(-1)
         total = _tree_sum(numbers[self._picked])
         weight = total[1]
-        ways = numbers[self._ways]
-        is_mixed = ((ways == PLAIN) | (ways == PLAIN + WEIGHTED)).any() & (ways >= WEIGHTED).any()
-        refused = is_mixed | ~(weight > 0) | ~torch.isfinite(weight)
+        weights, padding, ways = numbers[self._lanes].unbind(1)
+        is_weighted = ways >= WEIGHTED
+        refused = ((ways == PLAIN) | (ways == PLAIN + WEIGHTED)).any() & is_weighted.any()
+        refused |= (is_weighted & (padding == 0) & ~((weights > 0) & torch.isfinite(weights))).any()
         if not ignores_bad:
             refused |= (rows[:, bad:present] < NOTHING).any()
         refused |= (rows[:, options:] != rows[:1, options:]).any()
@@ -82,8 +86,10 @@ class Judge:
             factor = clip / (total[2].sqrt() / divisor + 1e-6)
             clips = (factor < 1.0) | torch.isnan(factor)
             divisor = torch.where(clips, divisor / factor, divisor)
+        narrow = divisor.float()
+        refused |= torch.isfinite(divisor) & (~torch.isfinite(narrow) | (narrow < _SMALLEST))
         numbers = torch.cat([refused.double().view(1), total])
-        return Verdict(divisor.float(), refused.float(), numbers)
+        return Verdict(narrow, refused.float(), numbers)
 
     def _index(self, numbers: object) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)

@@ -118,7 +118,10 @@ class Step:
             way, lane_weight, factor = PLAIN, share, share
         else:
             number: float | torch.Tensor
-            stays = self._engine.runs_ahead and isinstance(weight, torch.Tensor) and weight.numel() == 1
+            on_device = (
+                isinstance(weight, torch.Tensor) and weight.numel() == 1 and weight.device == loss.device
+            )
+            stays = self._engine.runs_ahead and on_device
             number = weight if stays else _check_weight(weight, self.index, lane)
             way, lane_weight, factor = (WEIGHTED, number, 1.0) if share else (WEIGHTED, 0.0, 0.0)
         self._is_awaiting_backward = False

@@ -130,7 +130,7 @@ class CollectiveWire:
         to_each = [sum(t.numel() for peer, t in outgoing if peer == p) for p in range(self._size)]
         from_each = [sum(t.numel() for peer, t in arriving if peer == p) for p in range(self._size)]
         work = exchange.all_to_all(self._group, whole, packed, from_each, to_each)
-        return Flight(receives=[(self._rank, work)])
+        return Flight(receives=[(_neighbour(self._rank, self._size), work)])
 
     def gather(self, mark: int, whole: torch.Tensor, spans: Sequence[Span]) -> Flight:
         """Start an all-gather, over padded shares where they are not equal."""
@@ -140,7 +140,7 @@ class CollectiveWire:
         longest, are_equal = self._shares(spans)
         if are_equal:
             work = exchange.all_gather(self._group, whole[: self._size * longest], whole[start:stop])
-            return Flight(receives=[(self._rank, work)])
+            return Flight(receives=[(_neighbour(self._rank, self._size), work)])
         padded = whole.new_zeros(self._size, longest)
         padded[self._rank, : stop - start] = whole[start:stop]
         work = exchange.all_gather(self._group, padded.view(-1), padded[self._rank].clone())
@@ -150,7 +150,7 @@ class CollectiveWire:
                 if peer != self._rank:
                     whole[low:high] = padded[peer, : high - low]
 
-        return Flight(receives=[(self._rank, work)], after=unpack)
+        return Flight(receives=[(_neighbour(self._rank, self._size), work)], after=unpack)
 
     def swap(
         self, received: torch.Tensor, packed: torch.Tensor, from_each: list[int], to_each: list[int]
@@ -172,6 +172,11 @@ class CollectiveWire:
         return known[1:]
 
 
+def _neighbour(rank: int, size: int) -> int:
+    """The rank to be asked first whom a collective waits for: any one but this."""
+    return (rank + 1) % size
+
+
 def _swap(
     group: exchange.Group | None,
     rank: int,
@@ -183,7 +188,8 @@ def _swap(
     if group is None:
         received.copy_(packed)
         return Flight()
-    return Flight(receives=[(rank, exchange.all_to_all(group, received, packed, from_each, to_each))])
+    work = exchange.all_to_all(group, received, packed, from_each, to_each)
+    return Flight(receives=[(_neighbour(rank, len(to_each)), work)])
 
 
 def _add_up(
@@ -193,10 +199,10 @@ def _add_up(
         return Flight()
     low, high = spans[rank]
     if keeps_all or any(stop - start != high - low for start, stop in spans):
-        return Flight(receives=[(rank, exchange.all_reduce(group, whole))])
+        return Flight(receives=[(_neighbour(rank, len(spans)), exchange.all_reduce(group, whole))])
     mine = whole.new_empty(high - low)
     work = exchange.reduce_scatter(group, mine, whole)
-    return Flight(receives=[(rank, work)], after=lambda: _copy(whole[low:high], mine))
+    return Flight(receives=[(_neighbour(rank, len(spans)), work)], after=lambda: _copy(whole[low:high], mine))
 
 
 def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
