@@ -138,6 +138,10 @@ def _check(manifest: Manifest, where: str) -> None:
         )
     for name, file in manifest.files.items():
         _check_file(name, file, where)
+    wanted = manifest.lanes * sum(1 + len(flat.states) for flat in manifest.flats)
+    there = sum(name.startswith("flat ") for file in manifest.files.values() for name in file.pieces)
+    if wanted != there:
+        raise StateError(f"{where}: {wanted} pieces of flats are needed, found {there}.")
     for name, tensor in required(manifest).items():
         owners = [file for file in manifest.files.values() if name in file.pieces]
         if len(owners) != 1:
