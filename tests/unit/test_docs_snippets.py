@@ -59,6 +59,19 @@ def test_data(names):
     run.close()
 
 
+def test_checkpoints(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = snippets("checkpoints.md")
+    digests = []
+    for resumes, total, folder in ((False, 6, "first"), (False, 9, "straight"), (True, 9, "resumed")):
+        here = {**names, "resumes": resumes, "total": total}
+        exec(code.replace('run.save("runs/first"', f'run.save("runs/{folder}"'), here)
+        digests.append(here["run"].digest())
+        here["run"].close()
+    assert digests[1] == digests[2] != digests[0]
+    assert here["extra"] == {"note": "before the change"}
+
+
 def test_transformers(tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers", reason="needs transformers, a development dependency")
     monkeypatch.chdir(tmp_path)

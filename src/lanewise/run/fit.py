@@ -1,8 +1,9 @@
 """The plain training loop, for those who do not want to write it. Everything in it is public API."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lanewise.data.loader import Loader
 from lanewise.errors import SettingsError, StepError
 from lanewise.run import agree
+from lanewise.run.loop import Step
 from lanewise.run.progress import progress as show_progress
 
 if TYPE_CHECKING:
@@ -83,7 +85,13 @@ def fit(
     _check(evaluate is not None, every, watch, better, patience, bool(on_plateau))
     observed = _Observed(watch, better)
     losses: list[float] = []
+    unread: deque[Step] = deque()
     is_over = False
+
+    def read(left: int) -> None:
+        """Note the losses of all steps but the last ones, so that a GPU's are not waited for."""
+        while len(unread) > left:
+            losses.append(unread.popleft().loss)
 
     def look() -> None:
         assert evaluate is not None
@@ -99,13 +107,15 @@ def fit(
             for scheduler in listed:
                 if scheduler not in on_plateau:
                     scheduler.step()
-            losses.append(step.loss)
-            advance(run.position, step.loss)
+            unread.append(step)
+            read(0 if step.is_known or run.position == total else 1)
+            advance(run.position, losses[-1] if losses else nan)
             if evaluate is not None and run.position % every == 0:
                 look()
                 is_over = patience is not None and observed.num_worse >= patience
             if is_over:
                 break
+    read(0)
     if evaluate is not None and observed.last_step != run.position:
         look()
     return Fit(run.position, tuple(losses), tuple(observed.evaluations), observed.best, is_over)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 _SECONDS_BETWEEN_LINES = 10.0
 
 Advance = Callable[[int, float], None]
-"""Called after every step with the number of steps done and the loss of the last."""
+"""Called after every step with the number of steps done and the last loss that is known."""
 
 
 @contextmanager
