@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lanewise.cli.ckpt import ckpt
 from lanewise.cli.prove import prove
 from lanewise.cli.run import run
 from lanewise.cli.show import fail
@@ -42,6 +43,7 @@ def _root(
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(train)
 app.command()(prove)
+app.add_typer(ckpt, name="ckpt")
 
 
 def main() -> None:

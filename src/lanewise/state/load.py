@@ -19,13 +19,18 @@ _WHERE = "the loading of a generation"
 _NAME = re.compile(r"step-\d{9}")
 
 
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is a generation."""
+    return _NAME.fullmatch(name) is not None
+
+
 def generations(folder: Path) -> list[str]:
     """The published generations of a folder, the newest step first. Whether they are whole is another question."""
     try:
         entries = sorted((entry.name for entry in folder.iterdir()), reverse=True)
     except OSError as error:
         raise StateError(f"{folder} cannot be read: {error.strerror}.") from error
-    return [name for name in entries if _NAME.fullmatch(name)]
+    return [name for name in entries if is_name(name)]
 
 
 def open_manifest(folder: Path) -> Manifest:
@@ -36,14 +41,6 @@ def open_manifest(folder: Path) -> Manifest:
         raise StateError(
             f"{path}: it is of step {found.step}, and lies in {folder.name}. It was moved or copied there."
         )
-    return found
-
-
-def verify(folder: Path) -> Manifest:
-    """Read every byte of a generation and compare it with its hashes."""
-    found = open_manifest(folder)
-    for name, file in found.files.items():
-        files.check(folder / name, file)
     return found
 
 

@@ -1,0 +1,128 @@
+"""What a generation says of itself, found out from its files alone: its digest, its tensors, and how two differ."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import xxhash
+
+from lanewise.engine import hashing
+from lanewise.errors import StateError
+from lanewise.lanes.layout import Field, FlatLayout
+from lanewise.state import files
+from lanewise.state.load import open_manifest
+from lanewise.state.manifest import DTYPES, FlatEntry, Manifest, piece_name
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that two generations have otherwise."""
+
+    name: str
+    num_other: int
+    """Elements that are not the same."""
+    largest: float
+    """The largest difference of two elements."""
+
+
+class Generation:
+    """A generation on a disk, whose manifest has been read and checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest: Manifest = open_manifest(folder)
+
+    def verify(self) -> None:
+        """Read every byte, compare it with its hashes, and the whole with the digest of the run that wrote it."""
+        for name, file in self.manifest.files.items():
+            files.check(self.folder / name, file)
+        found = self.digest()
+        if found != self.manifest.digest:
+            raise StateError(
+                f"{self.folder}: its tensors have digest {found}, and its manifest says {self.manifest.digest}. Every "
+                "hash fits, so both were changed by somebody who knows how they are made."
+            )
+
+    def piece(self, name: str) -> torch.Tensor:
+        """One tensor of the files."""
+        file_name = self._place[name]
+        return files.read(self.folder / file_name, self.manifest.files[file_name], iter([name]))[name]
+
+    def whole(self, number: int, kind: str) -> torch.Tensor:
+        """All slots of a flat's values or state."""
+        return torch.cat([self.piece(piece_name(number, kind, slot)) for slot in range(self.manifest.lanes)])
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter, state of the optimizer and buffer, by a name for people."""
+        for number, flat in enumerate(self.manifest.flats):
+            for kind in (flat.kept, *(f"state {key}" for key in sorted(flat.states))):
+                whole = self.whole(number, kind)
+                for name, start, numel, shape, _ in flat.fields:
+                    if not kind.startswith("state ") or name in flat.stepped:
+                        label = name if kind == "values" else f"{name} ({kind.removeprefix('state ')})"
+                        yield label, whole[start : start + numel].view(shape)
+        for name in sorted(self._place):
+            if name.startswith("buffer "):
+                yield name, self.piece(name)
+
+    def digest(self) -> str:
+        """The digest of the run, from the files."""
+        digests: dict[str, str] = {}
+        for number, flat in enumerate(self.manifest.flats):
+            digests |= self._digests_of(number, flat)
+        for name in self._place:
+            if name.startswith("buffer "):
+                digests[name] = hashing.of([self.piece(name)]).hex()
+        if any(flat.dtype == "F16" for flat in self.manifest.flats):
+            value, good_steps = self.manifest.scale
+            digests["loss scale"] = hashing.of_words([repr(value), str(good_steps)])
+        return hashing.of_words(word for name in sorted(digests) for word in (name, digests[name]))
+
+    @cached_property
+    def _place(self) -> dict[str, str]:
+        return {piece: name for name, file in self.manifest.files.items() for piece in file.pieces}
+
+    def _digests_of(self, number: int, flat: FlatEntry) -> dict[str, str]:
+        fields = tuple(Field(name, start, numel) for name, start, numel, _, _ in flat.fields)
+        layout = FlatLayout(fields, self.manifest.lanes, flat.slot)
+        hashers = {field.name: xxhash.xxh3_128() for field in fields}
+        for slot in range(self.manifest.lanes):
+            kept = self.piece(piece_name(number, flat.kept, slot))
+            states = {key: self.piece(piece_name(number, f"state {key}", slot)) for key in flat.states}
+            for part in layout.parts(layout.span((slot, slot + 1))):
+                stretch = slice(part.offset, part.offset + part.stop - part.start)
+                name = fields[part.field].name
+                hashers[name].update(hashing.of([kept[stretch].to(DTYPES[flat.dtype])]))
+                if flat.trainable:
+                    wide = [kept[stretch]] if flat.kept == "master" else []
+                    wide += [
+                        value[stretch] if value.dim() else value for value in _state_of(flat, name, states)
+                    ]
+                    hashers[name].update(hashing.of(wide))
+        return {name: str(hasher.hexdigest()) for name, hasher in hashers.items()}
+
+
+def _state_of(flat: FlatEntry, name: str, states: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    if name not in flat.stepped:
+        return []
+    found = dict(states)
+    for key, (kind, value) in flat.numbers.get(name, {}).items():
+        found[key] = torch.tensor(value, dtype=DTYPES.get(kind, torch.float64))
+    return [found[key] for key in sorted(found)]
+
+
+def differences(one: Generation, other: Generation) -> Iterator[Difference]:
+    """The tensors of two generations that are not the same; one that only one of them has differs in all elements."""
+    theirs = dict(other.tensors())
+    for name, mine in one.tensors():
+        their = theirs.pop(name, None)
+        if their is None or their.shape != mine.shape:
+            yield Difference(name, mine.numel(), float("nan"))
+            continue
+        unlike = (mine != their) & ~((mine != mine) & (their != their))
+        if bool(unlike.any()):
+            yield Difference(name, int(unlike.sum()), float((mine.double() - their.double()).abs().max()))
+    for name, their in theirs.items():
+        yield Difference(name, their.numel(), float("nan"))
