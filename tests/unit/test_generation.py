@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lanewise as lw
-from lanewise.errors import StateError
-from lanewise.state import manifest
+from lanewise.errors import SettingsError, StateError
+from lanewise.state import manifest, retain
 from lanewise.state.inspect import Generation
 from tests.helpers.spawn import run_ranks
 
@@ -275,3 +275,39 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_generation_before(saved,
         assert (run.position, run.digest()) in ((1, first), (2, second))
         outcomes.append(run.position)
     assert set(outcomes) == {1, 2}, "the last moments come after the rename"
+
+
+def test_old_generations_go_when_a_newer_one_is_whole(tmp_path):
+    run, model = make(tmp_path, steps=0)
+    for step in range(1, 7):
+        more(run, model, step)
+        run.save(tmp_path, keep_last=2, keep_every=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:09d}" for n in (3, 5, 6)]
+    with pytest.raises(SettingsError, match="keep_last= too"):
+        run.save(tmp_path, keep_every=3)
+    with pytest.raises(SettingsError, match="must be 1 or more"):
+        run.save(tmp_path, keep_last=-1)
+    run.close()
+
+
+def test_nothing_goes_while_the_newest_is_damaged_and_strange_files_stay(tmp_path):
+    run, model = make(tmp_path, steps=0)
+    for step in range(1, 4):
+        more(run, model, step)
+        run.save(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    newest = tmp_path / names[-1] / "buffers.safetensors"
+    data = newest.read_bytes()
+    newest.write_bytes(data[:-1] + b"?")
+    with pytest.raises(StateError, match=r"buffers\.safetensors"):
+        retain.prune(tmp_path, names, 1, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    newest.write_bytes(data)
+    (tmp_path / names[0] / "notes.txt").write_text("mine")
+    (tmp_path / names[1] / manifest.NAME).write_bytes(b"")
+    assert retain.prune(tmp_path, names, 1, None) == [names[0]]
+    assert sorted(
+        path.name for path in tmp_path.rglob("*") if path.is_file() and path.parent.name not in names
+    ) == ["notes.txt"]
+    assert (tmp_path / names[1]).exists()
+    run.close()

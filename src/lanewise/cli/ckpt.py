@@ -106,3 +106,19 @@ def diff(one: Folder, other: Folder, as_json: Json = False) -> None:
         raise typer.Exit(1)
     if not as_json:
         print("all tensors are the same, bit for bit but for the sign of zeros and the kind of NaN")
+
+
+@ckpt.command("prune")
+def prune(
+    folder: Folder,
+    keep_last: Annotated[int, typer.Option(help="How many of the newest stay.")],
+    keep_every: Annotated[
+        int | None, typer.Option(help="Of older ones, those of every so many steps stay.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove older generations. Nothing goes unless the newest is whole; damaged ones are left alone."""
+    from lanewise.state import load, retain
+
+    gone = retain.prune(folder, load.generations(folder), keep_last, keep_every)
+    _print([{"removed": name} for name in gone], as_json)

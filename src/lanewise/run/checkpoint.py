@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from lanewise.errors import StateError
+from lanewise.errors import SettingsError, StateError
 from lanewise.run import digest as digests
 from lanewise.state import load as loading
+from lanewise.state import retain, together
 from lanewise.state import save as saving
 from lanewise.state.manifest import plain
 
@@ -21,8 +22,18 @@ _IDENTITY = ("lanes", "seed", "precision", "moments", "micro_batches", "reductio
 Schedulers = LRScheduler | Sequence[LRScheduler]
 
 
-def save(run: "Run", folder: Path, schedulers: Schedulers, extra: Mapping[str, Any] | None) -> Path:
+def save(
+    run: "Run",
+    folder: Path,
+    schedulers: Schedulers,
+    extra: Mapping[str, Any] | None,
+    keep_last: int | None,
+    keep_every: int | None,
+) -> Path:
     """See `Run.save`."""
+    if keep_last is None and keep_every is not None:
+        raise SettingsError("run.save: keep_every= says which older generations stay; give keep_last= too.")
+    retain.superfluous((), keep_last or 1, keep_every)
     settings = asdict(run.settings)
     facts = {
         "seed": run.settings.seed,
@@ -32,7 +43,22 @@ def save(run: "Run", folder: Path, schedulers: Schedulers, extra: Mapping[str, A
             "schedulers": [plain(one.state_dict(), type(one).__name__) for one in _listed(schedulers)],
         },
     }
-    return saving.save(run.engine, folder, run.position, facts, digests.digest(run.engine))
+    path = saving.save(run.engine, folder, run.position, facts, digests.digest(run.engine))
+    if keep_last is not None:
+        _prune(run, folder, keep_last, keep_every)
+    return path
+
+
+def _prune(run: "Run", folder: Path, keep_last: int, keep_every: int | None) -> None:
+    problem = None
+    if run.rank == 0:
+        try:
+            retain.prune(folder, loading.generations(folder), keep_last, keep_every)
+        except (StateError, OSError) as error:
+            problem = str(error)
+    problems = together.failures(run.engine.world.transport, problem, "the removal of old generations")
+    if problems:
+        raise StateError(f"the state was saved, but older generations were not removed: {problems[0]}")
 
 
 def load(

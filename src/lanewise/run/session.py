@@ -251,16 +251,18 @@ class Run:
         *,
         schedulers: LRScheduler | Sequence[LRScheduler] = (),
         extra: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
     ) -> Path:
         """Write the state of the run as a new generation in a folder. Call it on all ranks, between steps.
 
         It is published whole or not at all, and loads on any number of ranks with any strategy. `extra` takes plain
-        values of your own.
+        values of your own. With `keep_last`, older generations then go, but for those of every `keep_every` steps.
 
         >>> run.save("runs/first", schedulers=scheduler)                # doctest: +SKIP
         """
         self.check_between_steps("run.save")
-        return checkpoint.save(self, Path(folder), schedulers, extra)
+        return checkpoint.save(self, Path(folder), schedulers, extra, keep_last, keep_every)
 
     def load(
         self,
