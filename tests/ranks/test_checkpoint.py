@@ -1,5 +1,6 @@
 """A run that was saved goes on anywhere, to the bits of one that never stopped; what is damaged is never loaded."""
 
+import errno
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lanewise.errors import StateError
+from lanewise.state import files
 from tests.helpers.cases import STRATEGIES, Cell, on_ranks
 from tests.helpers.models import Gpt, token_data
 
@@ -68,7 +71,7 @@ def travel(leg: Leg) -> list[str]:
         scheduler.step()
         digests.append(run.digest())
     if leg.saves:
-        run.save(leg.folder, schedulers=scheduler, extra={"note": [1, 2.5, None]})
+        run.save(leg.folder, schedulers=scheduler, extra={"note": [1, 2.5, None]}, wait=leg.until == 1)
     run.close()
     return digests
 
@@ -127,3 +130,55 @@ def test_a_generation_is_never_overwritten_and_the_newest_whole_one_is_loaded(tm
     assert after_fall_back[0] == straight[0][1:]
     with pytest.raises(Exception, match="there is a generation of this step already"):
         on_ranks(legs[2:], travel)
+
+
+def disk_full(cell: Cell, folder: Path) -> list[object]:
+    """Rank 1 has no room for its first generation, beside training; then it has."""
+    heard: list[str] = []
+    run = cell.start(lanes=6, sinks=[lambda event: heard.append(getattr(event, "text", ""))])
+    torch.manual_seed(0)
+    model, _ = run.prepare(model := Gpt(), torch.optim.AdamW(model.parameters(), lr=1e-2))
+    real = files.write
+
+    def full(path, tensors):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    heard.clear()
+    for step in run.steps(run.loader(token_data(36), batch_size=12), total=4):
+        for tokens, targets in step:
+            step.backward(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+        step.update()
+        if step.index == 0:
+            files.write = full if run.rank == 1 else real
+            run.save(folder)
+            run._saving.wait()
+            files.write = real
+    after_failure = sorted(path.name for path in folder.iterdir())
+    told = [text.split(":")[0] for text in heard if "not saved" in text]
+    run.save(folder)
+    run.save(folder / "other")  # waits for the one before
+    first = sorted(path.name for path in folder.glob("step-*"))
+    if run.rank == 1:
+        files.write = full
+    try:
+        run.save(folder / "third", wait=True)
+        refused = ""
+    except StateError as error:
+        refused = str(error)
+    run.close()
+    left = sorted(path.name for path in (folder / "third").iterdir())
+    return [run.rank, after_failure, told, first, "No space left" in refused, left]
+
+
+def test_a_save_that_fails_beside_training_is_told_and_changes_nothing(tmp_path):
+    (by_rank,) = on_ranks([Cell(2, "zero3", "gloo")], disk_full, tmp_path)
+    name = "step-000000004"
+    target = f"{tmp_path}/step-000000001 was not saved"
+    for rank, after_failure, told, first, is_refused, left in by_rank:
+        assert after_failure == []
+        assert told == ([target] if rank == 0 else [])
+        assert rank == 1 or first == [name]
+        assert is_refused
+        assert left == []
+    assert (tmp_path / name / "manifest.json").exists()
+    assert (tmp_path / "other" / name / "manifest.json").exists()

@@ -42,7 +42,7 @@ def make(folder, kind="fp32, AdamW", steps=(2,)):
             for x in step:
                 step.backward(model(x).float().square().mean())
             step.update()
-        paths.append(run.save(folder))
+        paths.append(run.save(folder, wait=True))
     run.close()
     return paths
 

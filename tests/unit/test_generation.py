@@ -46,7 +46,7 @@ def more(run, model, until: int) -> None:
 def saved(tmp_path):
     """A generation, and the run that wrote it."""
     run, model = make(tmp_path)
-    path = run.save(tmp_path)
+    path = run.save(tmp_path, wait=True)
     yield run, model, path
     run.close()
 
@@ -245,7 +245,7 @@ def save_until_killed(folder: Path, moment: int) -> int:
 
     os.fsync = fsync
     sys.addaudithook(audit)
-    run.save(folder)
+    run.save(folder, wait=True)
     return count
 
 
@@ -281,7 +281,7 @@ def test_old_generations_go_when_a_newer_one_is_whole(tmp_path):
     run, model = make(tmp_path, steps=0)
     for step in range(1, 7):
         more(run, model, step)
-        run.save(tmp_path, keep_last=2, keep_every=3)
+        run.save(tmp_path, keep_last=2, keep_every=3, wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:09d}" for n in (3, 5, 6)]
     with pytest.raises(SettingsError, match="keep_last= too"):
         run.save(tmp_path, keep_every=3)
@@ -294,7 +294,7 @@ def test_nothing_goes_while_the_newest_is_damaged_and_strange_files_stay(tmp_pat
     run, model = make(tmp_path, steps=0)
     for step in range(1, 4):
         more(run, model, step)
-        run.save(tmp_path)
+        run.save(tmp_path, wait=True)
     names = sorted(path.name for path in tmp_path.iterdir())
     newest = tmp_path / names[-1] / "buffers.safetensors"
     data = newest.read_bytes()

@@ -6,6 +6,7 @@ stretched to its shape lies beneath it, for code that gets past the class; elsew
 without memory has no address, and reading it is an error.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
@@ -18,7 +19,10 @@ from lanewise.errors import ShardedParameterError
 
 _LABEL = "_lanewise_label"
 _recalls: Any = WeakIdKeyDictionary()
-"""What brings a parameter back when it is touched. Not kept in the parameter, which may be pickled."""
+"""What brings a parameter back when it is touched, by a weak reference, since it knows the parameter itself.
+
+Not kept in the parameter, which may be pickled.
+"""
 _ORIGINAL = "_lanewise_class"
 
 _HARMLESS_PROPERTIES = (
@@ -67,7 +71,7 @@ class _Away:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         parameter = _find(cls, [args, kwargs])
-        recall = _recalls.get(parameter)
+        recall = _recalls.get(parameter, lambda: None)()
         if recall is not None and recall():
             return function(*args, **(kwargs or {}))
         _refuse(parameter)
@@ -110,10 +114,13 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def label(parameter: nn.Parameter, name: str, unit: str, recall: Callable[[], bool] | None = None) -> None:
-    """Give a parameter the names that its error message uses. `recall` brings it back, or says that it may not."""
+    """Give a parameter the names that its error message uses.
+
+    `recall`, a method of an object, brings it back, or says that it may not.
+    """
     parameter.__dict__[_LABEL] = (name, unit or "the root")
     if recall is not None:
-        _recalls[parameter] = recall
+        _recalls[parameter] = weakref.WeakMethod(recall)
     parameter.__dict__[_ORIGINAL] = type(parameter)
 
 

@@ -29,36 +29,35 @@ def save(
     extra: Mapping[str, Any] | None,
     keep_last: int | None,
     keep_every: int | None,
-) -> Path:
-    """See `Run.save`."""
+) -> saving.Saving:
+    """Begin a save. Collective."""
     if keep_last is None and keep_every is not None:
         raise SettingsError("run.save: keep_every= says which older generations stay; give keep_last= too.")
     retain.superfluous((), keep_last or 1, keep_every)
     settings = asdict(run.settings)
-    facts = {
-        "seed": run.settings.seed,
-        "settings": {key: settings[key] for key in _IDENTITY},
-        "extra": {
+    facts = saving.Facts(
+        step=run.position,
+        seed=run.settings.seed,
+        settings={key: settings[key] for key in _IDENTITY},
+        extra={
             "user": plain(dict(extra or {}), "extra"),
             "schedulers": [plain(one.state_dict(), type(one).__name__) for one in _listed(schedulers)],
         },
-    }
-    path = saving.save(run.engine, folder, run.position, facts, digests.digest(run.engine))
-    if keep_last is not None:
-        _prune(run, folder, keep_last, keep_every)
-    return path
+    )
 
-
-def _prune(run: "Run", folder: Path, keep_last: int, keep_every: int | None) -> None:
-    problem = None
-    if run.rank == 0:
-        try:
+    def tidy() -> None:
+        if keep_last is not None:
             retain.prune(folder, loading.generations(folder), keep_last, keep_every)
-        except (StateError, OSError) as error:
-            problem = str(error)
-    problems = together.failures(run.engine.world.transport, problem, "the removal of old generations")
+
+    return saving.begin(run.engine, folder, facts, tidy)
+
+
+def finish(run: "Run", under_way: saving.Saving) -> None:
+    """Wait until a generation is published, on all ranks; an error on all of them where it is not. Collective."""
+    under_way.wait()
+    problems = together.failures(run.engine.world.transport, under_way.problem, "the end of a save")
     if problems:
-        raise StateError(f"the state was saved, but older generations were not removed: {problems[0]}")
+        raise saving.not_saved(under_way.target, problems[:1])
 
 
 def load(

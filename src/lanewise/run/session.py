@@ -36,6 +36,7 @@ from lanewise.run.connect import connect
 from lanewise.run.evaluate import evaluate
 from lanewise.run.fit import fit
 from lanewise.run.loop import Step
+from lanewise.state.save import Saving
 
 
 def start(
@@ -94,6 +95,7 @@ class Run:
         self._step: Step | None = None
         self._unsettled: deque[Step] = deque()
         """Updated steps whose outcome nobody has looked at: at most one between two updates."""
+        self._saving: Saving | None = None
         self._is_closed = False
         self.position = 0
         """Steps committed since the beginning of the run."""
@@ -253,16 +255,35 @@ class Run:
         extra: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        wait: bool = False,
     ) -> Path:
-        """Write the state of the run as a new generation in a folder. Call it on all ranks, between steps.
+        """Save the state of the run as a new generation in a folder. Call it on all ranks, between steps.
 
-        It is published whole or not at all, and loads on any number of ranks with any strategy. `extra` takes plain
-        values of your own. With `keep_last`, older generations then go, but for those of every `keep_every` steps.
+        The state is copied, and written beside the next steps; `wait=True` returns when it is published. That it
+        could not be is then an error, and otherwise a notice after one of the next steps, and training goes on. A
+        generation is published whole or not at all, and loads on any number of ranks with any strategy. `extra`
+        takes plain values of your own. With `keep_last`, older generations then go, but for those of every
+        `keep_every` steps.
 
         >>> run.save("runs/first", schedulers=scheduler)                # doctest: +SKIP
         """
         self.check_between_steps("run.save")
-        return checkpoint.save(self, Path(folder), schedulers, extra, keep_last, keep_every)
+        self._end_saving()
+        self._saving = checkpoint.save(self, Path(folder), schedulers, extra, keep_last, keep_every)
+        target = self._saving.target
+        if wait:
+            under_way, self._saving = self._saving, None
+            checkpoint.finish(self, under_way)
+        return target
+
+    def _end_saving(self, only_if_done: bool = False) -> None:
+        """Wait for a save under way, and say so if it failed."""
+        if self._saving is None or (only_if_done and not self._saving.is_done):
+            return
+        under_way, self._saving = self._saving, None
+        under_way.wait()
+        if under_way.problem is not None:
+            self._report(Notice(f"{under_way.target} was not saved: {under_way.problem}"))
 
     def load(
         self,
@@ -278,6 +299,7 @@ class Run:
         >>> run.load("runs/first", schedulers=scheduler)                # doctest: +SKIP
         """
         self.check_between_steps("run.load")
+        self._end_saving()
         return checkpoint.load(self, Path(folder), step, schedulers, lambda text: self._report(Notice(text)))
 
     def memory(self) -> dict[str, int]:
@@ -319,7 +341,10 @@ class Run:
             error = sys.exception() or getattr(sys, "last_value", None)
             try:
                 if error is None:
+                    self._end_saving()
                     self._settle(0)
+                elif self._saving is not None:
+                    self._saving.abandon()
             except Exception as late:
                 error = late
                 raise
@@ -340,6 +365,7 @@ class Run:
     def _after_update(self, step: Step) -> None:
         self.position += 1
         self._unsettled.append(step)
+        self._end_saving(only_if_done=True)
         self._settle(0 if step.is_known or self._recorder is not None else 1)
 
     def _settle(self, left: int) -> None:

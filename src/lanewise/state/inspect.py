@@ -6,14 +6,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-import xxhash
 
-from lanewise.engine import hashing
 from lanewise.errors import StateError
-from lanewise.lanes.layout import Field, FlatLayout
-from lanewise.state import files
+from lanewise.state import digest, files
 from lanewise.state.load import open_manifest
-from lanewise.state.manifest import DTYPES, FlatEntry, Manifest, piece_name
+from lanewise.state.manifest import Manifest, piece_name
 
 
 @dataclass(frozen=True)
@@ -69,48 +66,14 @@ class Generation:
 
     def digest(self) -> str:
         """The digest of the run, from the files."""
-        digests: dict[str, str] = {}
-        for number, flat in enumerate(self.manifest.flats):
-            digests |= self._digests_of(number, flat)
-        for name in self._place:
-            if name.startswith("buffer "):
-                digests[name] = hashing.of([self.piece(name)]).hex()
-        if any(flat.dtype == "F16" for flat in self.manifest.flats):
-            value, good_steps = self.manifest.scale
-            digests["loss scale"] = hashing.of_words([repr(value), str(good_steps)])
-        return hashing.of_words(word for name in sorted(digests) for word in (name, digests[name]))
+        lanes, flats = self.manifest.lanes, self.manifest.flats
+        found = digest.places(flats, lanes, range(lanes), self.piece)
+        buffers = {name: self.piece(name) for name in self._place if name.startswith("buffer ")}
+        return digest.combine([found], flats, buffers, self.manifest.scale)
 
     @cached_property
     def _place(self) -> dict[str, str]:
         return {piece: name for name, file in self.manifest.files.items() for piece in file.pieces}
-
-    def _digests_of(self, number: int, flat: FlatEntry) -> dict[str, str]:
-        fields = tuple(Field(name, start, numel) for name, start, numel, _, _ in flat.fields)
-        layout = FlatLayout(fields, self.manifest.lanes, flat.slot)
-        hashers = {field.name: xxhash.xxh3_128() for field in fields}
-        for slot in range(self.manifest.lanes):
-            kept = self.piece(piece_name(number, flat.kept, slot))
-            states = {key: self.piece(piece_name(number, f"state {key}", slot)) for key in flat.states}
-            for part in layout.parts(layout.span((slot, slot + 1))):
-                stretch = slice(part.offset, part.offset + part.stop - part.start)
-                name = fields[part.field].name
-                hashers[name].update(hashing.of([kept[stretch].to(DTYPES[flat.dtype])]))
-                if flat.trainable:
-                    wide = [kept[stretch]] if flat.kept == "master" else []
-                    wide += [
-                        value[stretch] if value.dim() else value for value in _state_of(flat, name, states)
-                    ]
-                    hashers[name].update(hashing.of(wide))
-        return {name: str(hasher.hexdigest()) for name, hasher in hashers.items()}
-
-
-def _state_of(flat: FlatEntry, name: str, states: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    if name not in flat.stepped:
-        return []
-    found = dict(states)
-    for key, (kind, value) in flat.numbers.get(name, {}).items():
-        found[key] = torch.tensor(value, dtype=DTYPES.get(kind, torch.float64))
-    return [found[key] for key in sorted(found)]
 
 
 def differences(one: Generation, other: Generation) -> Iterator[Difference]:

@@ -1,22 +1,32 @@
-"""Writing a generation: into a temporary folder, read back and compared, and then published by one rename."""
+"""Writing a generation: into a temporary folder, read back and compared, and then published by one rename.
 
+The ranks agree on what is to be written and copy it, between two steps; the rest goes on beside the next steps, in a
+thread of each rank. There ranks say nothing to each other: each leaves a receipt in the folder, and rank 0 publishes
+when all receipts are there.
+"""
+
+import contextlib
+import json
 import os
 import secrets
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from lanewise.engine.engine import Engine
 from lanewise.errors import StateError
-from lanewise.state import collect, files, manifest, together
+from lanewise.state import collect, digest, files, manifest, together
 from lanewise.state.manifest import File, FlatEntry, Manifest, Piece
 from lanewise.version import __version__
 
 _WHERE = "the saving of a generation"
+_PAUSE_S = 0.005
+"""Between two looks for receipts."""
 
 
 def name_of(step: int) -> str:
@@ -24,52 +34,155 @@ def name_of(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def save(engine: Engine, folder: Path, step: int, facts: Mapping[str, Any], digest: str) -> Path:
-    """Write everything that this run has learned, as a new generation. Collective.
+@dataclass(frozen=True)
+class Facts:
+    """What a generation says of its run beside the tensors."""
 
-    `facts` are the seed, the settings that decide bits, and what the user gave.
-    """
+    step: int
+    seed: int
+    settings: Mapping[str, Any]
+    extra: Mapping[str, Any]
+
+
+class Saving:
+    """One save, from the copies to the published generation. Made by `begin`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        target: Path,
+        work: Path,
+        facts: Facts,
+        tensors: Mapping[str, torch.Tensor],
+        entries: list[FlatEntry],
+        then: Callable[[], None],
+    ) -> None:
+        """`then` is done on rank 0 when the generation is published."""
+        self.target = target
+        self._rank, self._size = engine.world.rank, engine.world.size
+        self._slots = engine.world.slots[self._rank]
+        self._work = work
+        self._tensors = tensors
+        self._buffers = (
+            {f"buffer {name}": tensor.detach().to("cpu", copy=True) for name, tensor in engine.buffers.named}
+            if self._rank == 0
+            else {}
+        )
+        self._then = then
+        optimizer, scale = engine.committer.optimizer.optimizer, engine.committer.scale
+        self._manifest = Manifest(
+            format=manifest.FORMAT,
+            version=manifest.VERSION,
+            step=facts.step,
+            lanes=engine.world.lanes,
+            seed=facts.seed,
+            settings=dict(facts.settings),
+            optimizer=type(optimizer).__name__,
+            groups=_groups(optimizer),
+            scale=(scale.value, scale.good_steps),
+            extra=dict(facts.extra),
+            flats=tuple(entries),
+            files={},
+            digest="",
+            versions={"lanewise": __version__, "torch": torch.__version__},
+        )
+        self._is_abandoned = threading.Event()
+        self.problem: str | None = None
+        """Why nothing was published: on rank 0 whosever fault it was, elsewhere this rank's own."""
+        self._thread = threading.Thread(target=self._run, name="lanewise save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's part is over, well or badly."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for this rank's part; on rank 0, until the generation is published or cannot be."""
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Do not wait for other ranks any more."""
+        self._is_abandoned.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self.problem, words = _attempt(self._write)
+        _, _ = _attempt(lambda: _leave(self._work, self._rank, {"problem": self.problem, **(words or {})}))
+        if self._rank == 0:
+            self.problem, _ = _attempt(self._finish)
+            if self.problem is not None:
+                _remove(self._work)
+            else:
+                self.problem, _ = _attempt(self._then)
+
+    def _write(self) -> dict[str, Any]:
+        made: dict[str, File] = {}
+        low, high = self._slots
+        if low < high:
+            name = f"slots-{low:05d}-{high:05d}.safetensors"
+            made[name] = files.write(self._work / name, self._tensors)
+        if self._rank == 0:
+            made["buffers.safetensors"] = files.write(self._work / "buffers.safetensors", self._buffers)
+        found = digest.places(
+            self._manifest.flats, self._manifest.lanes, range(low, high), self._tensors.__getitem__
+        )
+        self._tensors = {}
+        return {"files": {name: asdict(file) for name, file in made.items()}, "places": found}
+
+    def _finish(self) -> None:
+        receipts = [self._receipt(rank) for rank in range(self._size)]
+        problems = [f"rank {n}: {r['problem']}" for n, r in enumerate(receipts) if r["problem"] is not None]
+        if problems:
+            raise StateError("; ".join(problems))
+        whole = digest.combine(
+            [receipt["places"] for receipt in receipts],
+            self._manifest.flats,
+            self._buffers,
+            self._manifest.scale,
+        )
+        all_files = {name: _file(words) for receipt in receipts for name, words in receipt["files"].items()}
+        made = Manifest(**{**vars(self._manifest), "files": all_files, "digest": whole})
+        for rank in range(self._size):
+            _place(self._work, rank).unlink()
+        _publish(made, self._work, self.target)
+
+    def _receipt(self, rank: int) -> dict[str, Any]:
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                data = _place(self._work, rank).read_bytes()
+                body, _, last = data.rpartition(b"\n")
+                if xxhash.xxh3_128(body).hexdigest().encode() == last:
+                    found: dict[str, Any] = json.loads(body)
+                    return found
+            if self._is_abandoned.wait(_PAUSE_S):
+                raise StateError(f"the run ended before rank {rank} had written its part")
+
+
+def begin(engine: Engine, folder: Path, facts: Facts, then: Callable[[], None]) -> Saving:
+    """Agree on a new generation, copy what goes into it, and start to write. Collective."""
     transport = engine.world.transport
-    target = folder / name_of(step)
+    target = folder / name_of(facts.step)
     token = together.tell_all(transport, secrets.token_hex(8), _WHERE)[0]
     work = folder / f".{target.name}-{token}"
-    problem = None
-    if transport.rank == 0:
-        problem = _attempt(lambda: _begin(target, work))
-    _raise_first(together.failures(transport, problem, _WHERE), target)
+    problem = _attempt(lambda: _make_folder(target, work))[0] if transport.rank == 0 else None
+    problems = together.failures(transport, problem, _WHERE)
+    if problems:
+        raise not_saved(target, problems)
     tensors, kept = collect.take(engine)
     entries = _entries(engine, kept)
     collect.fill_in(engine, entries, tensors)
-    made: dict[str, File] = {}
-
-    def write() -> None:
-        low, high = engine.world.slots[transport.rank]
-        if low < high:
-            name = f"slots-{low:05d}-{high:05d}.safetensors"
-            made[name] = files.write(work / name, tensors)
-        if transport.rank == 0:
-            buffers = {
-                f"buffer {name}": tensor.detach().to("cpu", copy=True)
-                for name, tensor in engine.buffers.named
-            }
-            made["buffers.safetensors"] = files.write(work / "buffers.safetensors", buffers)
-
-    problem = _attempt(write)
-    problems = together.failures(transport, problem, _WHERE)
-    told = together.tell_all(transport, {name: asdict(file) for name, file in made.items()}, _WHERE)
-    if transport.rank == 0 and not problems:
-        all_files = {name: _file(words) for row in told for name, words in row.items()}
-        made_now = _manifest(engine, step, facts, digest, entries, all_files)
-        problem = _attempt(lambda: _publish(made_now, work, target))
-        problems = [f"rank 0: {problem}"] if problem is not None else []
-    problems = together.tell_all(transport, problems, _WHERE)[0]
-    if problems and transport.rank == 0:
-        shutil.rmtree(work, ignore_errors=True)
-    _raise_first(problems, target)
-    return target
+    return Saving(engine, target, work, facts, tensors, entries, then)
 
 
-def _begin(target: Path, work: Path) -> None:
+def not_saved(target: Path, problems: list[str]) -> StateError:
+    """The error of a save that failed."""
+    return StateError(
+        f"{target} was not saved: {'; '.join(problems)}. Training is as it was, and so are older generations."
+    )
+
+
+def _make_folder(target: Path, work: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         raise StateError("there is a generation of this step already, and none is ever overwritten")
@@ -90,6 +203,24 @@ def _publish(made: Manifest, work: Path, target: Path) -> None:
     files.keep_folder(work)
     work.rename(target)
     files.keep_folder(target.parent)
+
+
+def _place(work: Path, rank: int) -> Path:
+    return work / f"receipt-{rank:05d}.json"
+
+
+def _leave(work: Path, rank: int, words: Mapping[str, Any]) -> None:
+    """Write a receipt, so that who finds it finds all of it."""
+    body = json.dumps(words).encode()
+    _place(work, rank).write_bytes(body + b"\n" + xxhash.xxh3_128(body).hexdigest().encode())
+
+
+def _remove(work: Path) -> None:
+    """Take back what was written of a generation that will not be."""
+    with contextlib.suppress(OSError):
+        for path in work.iterdir():
+            path.unlink()
+        work.rmdir()
 
 
 def _entries(engine: Engine, kept: Mapping[int, collect.Kept]) -> list[FlatEntry]:
@@ -115,49 +246,18 @@ def _file(words: Mapping[str, Any]) -> File:
     return File(words["num_bytes"], words["data"], words["xxh3_128"], pieces)
 
 
-def _manifest(
-    engine: Engine,
-    step: int,
-    facts: Mapping[str, Any],
-    digest: str,
-    entries: list[FlatEntry],
-    all_files: dict[str, File],
-) -> Manifest:
-    optimizer = engine.committer.optimizer.optimizer
-    scale = engine.committer.scale
-    groups = tuple(
+def _groups(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    return tuple(
         manifest.plain({k: v for k, v in group.items() if k != "params"}, f"optimizer group {number}")
         for number, group in enumerate(optimizer.param_groups)
     )
-    return Manifest(
-        format=manifest.FORMAT,
-        version=manifest.VERSION,
-        step=step,
-        lanes=engine.world.lanes,
-        seed=facts["seed"],
-        settings=facts["settings"],
-        optimizer=type(optimizer).__name__,
-        groups=groups,
-        scale=(scale.value, scale.good_steps),
-        extra=facts["extra"],
-        flats=tuple(entries),
-        files=all_files,
-        digest=digest,
-        versions={"lanewise": __version__, "torch": torch.__version__},
-    )
 
 
-def _attempt(action: Any) -> str | None:
-    """What went wrong, in words."""
+def _attempt(action: Callable[[], Any]) -> tuple[str | None, Any]:
+    """What went wrong, in words, or what came of it."""
     try:
-        action()
+        return None, action()
     except (OSError, StateError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _raise_first(problems: list[str], target: Path) -> None:
-    if problems:
-        raise StateError(
-            f"{target} was not saved: {'; '.join(problems)}. Training is as it was, and so are older generations."
-        )
+        return f"{type(error).__name__}: {error}", None
+    except Exception as error:  # a thread has nobody to raise to
+        return f"{type(error).__name__}: {error} (a fault of Lanewise)", None
