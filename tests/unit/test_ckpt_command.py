@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
@@ -99,3 +100,50 @@ def test_damage_is_told_with_its_file(tmp_path):
 def test_a_folder_without_generations(tmp_path):
     result = CliRunner().invoke(app, ["ckpt", "ls", str(tmp_path)])
     assert isinstance(result.exception, StateError)
+
+
+@pytest.mark.parametrize("kind", ["fp32, AdamW", "bf16 with masters, narrow moments"])
+def test_an_export_holds_the_values_of_the_model(tmp_path, kind):
+    settings, optimizer = KINDS[kind]
+    run = lw.start(lanes=3, sinks=[], strategy="zero3", **settings)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
+    run.prepare(model, optimizer(model.parameters()))
+    data = torch.randn(24, 7, generator=torch.Generator().manual_seed(1))
+    for step in run.steps(run.loader(data, batch_size=6), total=2):
+        for x in step:
+            step.backward(model(x).float().square().mean())
+        step.update()
+    path = run.save(tmp_path / "run", wait=True)
+    code, text = call("export", path, tmp_path / "out", "--json")
+    assert code == 0
+    written = [row["written"] for row in json.loads(text)]
+    found = {key: value for name in written[:-1] for key, value in load_file(name).items()}
+    with run.gathered(model):
+        wanted = model.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(
+            torch.equal(found[key], value) and found[key].dtype == value.dtype
+            for key, value in wanted.items()
+        )
+    assert set(
+        json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    ) == set(wanted)
+    assert isinstance(
+        CliRunner().invoke(app, ["ckpt", "export", str(path), str(tmp_path / "out")]).exception, StateError
+    )
+    run.close()
+
+
+def test_from_pretrained_reads_an_export(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers, a development dependency")
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+    run = lw.start(lanes=2, sinks=[])
+    model = transformers.GPT2LMHeadModel(config)
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    path = run.save(tmp_path / "run", wait=True)
+    assert call("export", path, tmp_path / "out")[0] == 0
+    config.save_pretrained(tmp_path / "out")
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, read.state_dict()[key]) for key, value in model.state_dict().items())
+    run.close()

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-ckpt = typer.Typer(help="Look at saved generations: list, show, verify, compare.", no_args_is_help=True)
+ckpt = typer.Typer(
+    help="Look at saved generations: list, show, verify, compare, prune, export.", no_args_is_help=True
+)
 Folder = Annotated[
     Path, typer.Argument(help="A folder of generations, or one generation.", show_default=False)
 ]
@@ -122,3 +124,15 @@ def prune(
 
     gone = retain.prune(folder, load.generations(folder), keep_last, keep_every)
     _print([{"removed": name} for name in gone], as_json)
+
+
+@ckpt.command("export")
+def export(
+    generation: Folder, target: Annotated[Path, typer.Argument(help="A new folder.")], as_json: Json = False
+) -> None:
+    """Write parameters and buffers as safetensors with an index, as Hugging Face's from_pretrained reads them."""
+    from lanewise.state.export import export as write
+    from lanewise.state.inspect import Generation
+
+    paths = write(Generation(_generations(generation)[0]), target)
+    _print([{"written": str(path)} for path in paths], as_json)

@@ -20,9 +20,12 @@ from lanewise.state.manifest import DTYPES, File, Piece, dtype_name, numel
 _CHUNK = 1 << 24
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
-    """Write a new file, have the disk keep it, and compare what it then holds with what was written."""
-    header: dict[str, object] = {}
+def write(path: Path, tensors: Mapping[str, torch.Tensor], words: Mapping[str, str] | None = None) -> File:
+    """Write a new file, have the disk keep it, and compare what it then holds with what was written.
+
+    `words` go into its header for other programs.
+    """
+    header: dict[str, object] = {"__metadata__": dict(words)} if words else {}
     pieces: dict[str, Piece] = {}
     position = 0
     for name, tensor in tensors.items():

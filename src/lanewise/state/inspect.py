@@ -60,15 +60,20 @@ class Generation:
                     if not kind.startswith("state ") or name in flat.stepped:
                         label = name if kind == "values" else f"{name} ({kind.removeprefix('state ')})"
                         yield label, whole[start : start + numel].view(shape)
+        for name, tensor in self.buffers():
+            yield f"buffer {name}", tensor
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every buffer of the model, by its name there."""
         for name in sorted(self._place):
             if name.startswith("buffer "):
-                yield name, self.piece(name)
+                yield name.removeprefix("buffer "), self.piece(name)
 
     def digest(self) -> str:
         """The digest of the run, from the files."""
         lanes, flats = self.manifest.lanes, self.manifest.flats
         found = digest.places(flats, lanes, range(lanes), self.piece)
-        buffers = {name: self.piece(name) for name in self._place if name.startswith("buffer ")}
+        buffers = {f"buffer {name}": tensor for name, tensor in self.buffers()}
         return digest.combine([found], flats, buffers, self.manifest.scale)
 
     @cached_property
