@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lanewise.errors import StateError
 from lanewise.state import files
+from lanewise.state.inspect import Generation
 from tests.helpers.cases import STRATEGIES, Cell, on_ranks
 from tests.helpers.models import Gpt, token_data
 
@@ -71,7 +72,7 @@ def travel(leg: Leg) -> list[str]:
         scheduler.step()
         digests.append(run.digest())
     if leg.saves:
-        run.save(leg.folder, schedulers=scheduler, extra={"note": [1, 2.5, None]}, wait=leg.until == 1)
+        run.save(leg.folder, schedulers=scheduler, extra={"note": [1, 2.5, None]}, wait=leg.until < 3)
     run.close()
     return digests
 
@@ -128,8 +129,15 @@ def test_a_generation_is_never_overwritten_and_the_newest_whole_one_is_loaded(tm
     ]
     straight, after_fall_back = on_ranks(legs[:2], travel)
     assert after_fall_back[0] == straight[0][1:]
-    with pytest.raises(Exception, match="there is a generation of this step already"):
-        on_ranks(legs[2:], travel)
+    on_ranks(legs[2:], travel)  # the damaged one is moved aside
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names[0].startswith(".step-000000002-damaged-")
+    assert names[1:] == ["step-000000001", "step-000000002"]
+    Generation(tmp_path / "step-000000002").verify()
+    on_ranks(legs[2:], travel)  # the same state again is no error
+    other = replace(legs[2], precision="bf16")
+    with pytest.raises(Exception, match="there is another state of this step already"):
+        on_ranks([other], travel)
 
 
 def disk_full(cell: Cell, folder: Path) -> list[object]:

@@ -14,9 +14,10 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim import lr_scheduler as lr
 
 import lanewise as lw
-from lanewise.errors import SettingsError, StateError
+from lanewise.errors import SettingsError, StateError, StepError
 from lanewise.state import manifest, retain
 from lanewise.state.inspect import Generation
 from tests.helpers.spawn import run_ranks
@@ -310,4 +311,114 @@ def test_nothing_goes_while_the_newest_is_damaged_and_strange_files_stay(tmp_pat
         path.name for path in tmp_path.rglob("*") if path.is_file() and path.parent.name not in names
     ) == ["notes.txt"]
     assert (tmp_path / names[1]).exists()
+    run.close()
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
+    run, model = make(tmp_path, steps=0)
+    for step in (1, 2, 4):
+        more(run, model, step)
+        run.save(tmp_path, wait=True)
+    run.load(tmp_path, step=2)
+    more(run, model, 3)
+    path = run.save(tmp_path, keep_last=1, wait=True)
+    assert path.exists()
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "4"], (
+        "step 4 is of another branch, and is left"
+    )
+    run.close()
+
+
+def scheduled(make_scheduler, folder, until, loads=False):
+    run = lw.start(lanes=3, sinks=[])
+    torch.manual_seed(0)
+    model = nn.Linear(7, 2)
+    _, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    scheduler = make_scheduler(optimizer)
+    if loads:
+        assert run.load(folder, schedulers=scheduler) == {"a": [1, float("inf")], "b": {2: "x", "2": "y"}}
+    data = torch.randn(24, 7, generator=torch.Generator().manual_seed(1))
+    for step in run.steps(run.loader(data, batch_size=6), total=until):
+        for x in step:
+            step.backward(model(x).square().mean())
+        step.update()
+        scheduler.step(*([step.loss] if isinstance(scheduler, lr.ReduceLROnPlateau) else []))
+    digest = run.digest()
+    run.save(folder / str(loads), schedulers=scheduler, wait=True)
+    if not (folder / f"step-{until:09d}").exists():
+        run.save(
+            folder, schedulers=scheduler, extra={"a": (1, float("inf")), "b": {2: "x", "2": "y"}}, wait=True
+        )
+    run.close()
+    return digest, optimizer.param_groups[0]["lr"]
+
+
+SCHEDULERS = {
+    "MultiStepLR": lambda o: lr.MultiStepLR(o, [3, 5]),
+    "SequentialLR": lambda o: lr.SequentialLR(o, [lr.ConstantLR(o, 0.5, 2), lr.MultiStepLR(o, [2, 3])], [2]),
+    "ReduceLROnPlateau": lambda o: lr.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.1, 20),
+    "LambdaLR": lambda o: lr.LambdaLR(o, lambda step: 0.9**step),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_schedulers_go_on(tmp_path, kind):
+    straight = scheduled(SCHEDULERS[kind], tmp_path / "straight", 7)
+    scheduled(SCHEDULERS[kind], tmp_path / "cut", 2)
+    assert scheduled(SCHEDULERS[kind], tmp_path / "cut", 7, loads=True) == straight
+    with pytest.raises(StateError, match="the list of schedulers"):
+        scheduled(lambda o: lr.CosineAnnealingLR(o, 5), tmp_path / "cut", 7, loads=True)
+
+
+def odd_model(size=15):
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 2))
+    model.register_buffer("turned", torch.arange(float(size)).view(3, -1).t())
+    return model
+
+
+def odd_run(model):
+    run = lw.start(lanes=3, sinks=[])
+    torch.manual_seed(0)
+    groups = [{"params": model[0].parameters(), "amsgrad": True}, {"params": model[1].parameters()}]
+    run.prepare(model, torch.optim.AdamW(groups, lr=1e-2), units=[])
+    return run
+
+
+def test_groups_with_other_states_and_buffers_that_lie_otherwise(tmp_path):
+    model = odd_model()
+    run = odd_run(model)
+    more(run, model, 2)
+    digest = run.digest()
+    Generation(run.save(tmp_path, wait=True)).verify()
+    more(run, model, 4)
+    later = run.digest()
+    run.load(tmp_path)
+    assert run.digest() == digest
+    more(run, model, 4)
+    assert run.digest() == later
+    run.close()
+    other = odd_run(odd_model(18))
+    before = other.digest()
+    with pytest.raises(StateError, match=r"type and shape of buffer turned is .* and .* here"):
+        other.load(tmp_path)
+    assert other.digest() == before
+    other.close()
+
+
+def test_saving_and_loading_at_the_wrong_moment(tmp_path):
+    run, model = make(tmp_path, steps=1)
+    run.save(tmp_path, wait=True)
+    data = torch.randn(24, 7)
+    for step in run.steps(run.loader(data, batch_size=6), total=3):
+        for x in step:
+            step.backward(model(x).square().mean())
+        step.update()
+        with pytest.raises(StepError, match=r"inside a loop over run\.steps"):
+            run.load(tmp_path)
+    with run.gathered(model, write=True), pytest.raises(StepError, match=r"inside run\.gathered"):
+        run.save(tmp_path / "other")
+    run.load(tmp_path)
+    assert run.position == 1
     run.close()

@@ -12,7 +12,7 @@ from lanewise.run import digest as digests
 from lanewise.state import load as loading
 from lanewise.state import retain, together
 from lanewise.state import save as saving
-from lanewise.state.manifest import plain
+from lanewise.state.manifest import plain, restore
 
 if TYPE_CHECKING:
     from lanewise.run.session import Run
@@ -41,15 +41,21 @@ def save(
         settings={key: settings[key] for key in _IDENTITY},
         extra={
             "user": plain(dict(extra or {}), "extra"),
-            "schedulers": [plain(one.state_dict(), type(one).__name__) for one in _listed(schedulers)],
+            "schedulers": [
+                {"type": type(one).__name__, "state": plain(one.state_dict(), type(one).__name__)}
+                for one in _listed(schedulers)
+            ],
         },
     )
 
     def tidy() -> None:
         if keep_last is not None:
-            retain.prune(folder, loading.generations(folder), keep_last, keep_every)
+            newest = saving.name_of(facts.step)  # others of later steps belong to a run that went back
+            names = [name for name in loading.generations(folder) if name <= newest]
+            retain.prune(folder, names, keep_last, keep_every, is_sure=True)
 
-    return saving.begin(run.engine, folder, facts, tidy)
+    patience = run.settings.timeout.total_seconds()
+    return saving.begin(run.engine, folder, facts, patience, tidy)
 
 
 def finish(run: "Run", under_way: saving.Saving) -> None:
@@ -58,6 +64,11 @@ def finish(run: "Run", under_way: saving.Saving) -> None:
     problems = together.failures(run.engine.world.transport, under_way.problem, "the end of a save")
     if problems:
         raise saving.not_saved(under_way.target, problems[:1])
+    untidy = together.failures(run.engine.world.transport, under_way.untidy, "the end of a save")
+    if untidy:
+        raise StateError(
+            f"{under_way.target} was saved, but older generations were not removed: {untidy[0]}."
+        )
 
 
 def load(
@@ -66,7 +77,7 @@ def load(
     """See `Run.load`."""
     names = loading.generations(folder) if step is None else [saving.name_of(step)]
     listed = _listed(schedulers)
-    found = loading.load(run.engine, folder, names, len(listed), notify)
+    found = loading.load(run.engine, folder, names, [type(one).__name__ for one in listed], notify)
     run.position = found.step
     settings = asdict(run.settings)
     for key, value in found.settings.items():
@@ -75,14 +86,14 @@ def load(
                 f"the generation was saved with {key}={value!r}, and this run has {settings.get(key)!r}: other bits"
             )
     for scheduler, state in zip(listed, found.extra["schedulers"], strict=True):
-        scheduler.load_state_dict(state)
+        scheduler.load_state_dict(restore(state["state"]))
     now = digests.digest(run.engine)
     if now != found.digest:
         raise StateError(
             f"{folder}: what was loaded has digest {now}, and {found.digest} was saved. This is a fault of Lanewise; "
             "do not go on."
         )
-    user: dict[str, Any] = found.extra["user"]
+    user: dict[str, Any] = restore(found.extra["user"])
     return user
 
 

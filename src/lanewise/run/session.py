@@ -36,7 +36,7 @@ from lanewise.run.connect import connect
 from lanewise.run.evaluate import evaluate
 from lanewise.run.fit import fit
 from lanewise.run.loop import Step
-from lanewise.state.save import Saving
+from lanewise.state.save import NotSavedError, Saving
 
 
 def start(
@@ -96,6 +96,7 @@ class Run:
         self._unsettled: deque[Step] = deque()
         """Updated steps whose outcome nobody has looked at: at most one between two updates."""
         self._saving: Saving | None = None
+        self._is_in_loop = False
         self._is_closed = False
         self.position = 0
         """Steps committed since the beginning of the run."""
@@ -206,11 +207,15 @@ class Run:
             shares = self.shares
             agree.on_hosting(shares, self._transport)
             with closing(loader.stream(self._portions(loader, self.position, total), self.device)) as batches:
-                while self.position < total and self.shares == shares:
-                    self._step = step = Step(self, self.position, batches, self.settings.micro_batches)
-                    yield step
-                    if not step.is_updated:
-                        raise StepError(f"step {step.index}: the loop went on without step.update().")
+                self._is_in_loop = True
+                try:
+                    while self.position < total and self.shares == shares:
+                        self._step = step = Step(self, self.position, batches, self.settings.micro_batches)
+                        yield step
+                        if not step.is_updated:
+                            raise StepError(f"step {step.index}: the loop went on without step.update().")
+                finally:
+                    self._is_in_loop = False
         self._settle(0)
         if self._recorder is not None:
             self._recorder.end_if_done(self)
@@ -268,8 +273,16 @@ class Run:
         >>> run.save("runs/first", schedulers=scheduler)                # doctest: +SKIP
         """
         self.check_between_steps("run.save")
+        self._refuse_held("run.save")
         self._end_saving()
-        self._saving = checkpoint.save(self, Path(folder), schedulers, extra, keep_last, keep_every)
+        place = Path(folder).expanduser().absolute()
+        try:
+            self._saving = checkpoint.save(self, place, schedulers, extra, keep_last, keep_every)
+        except NotSavedError as error:
+            if wait:
+                raise
+            self._report(Notice(str(error)))
+            return error.target
         target = self._saving.target
         if wait:
             under_way, self._saving = self._saving, None
@@ -284,6 +297,14 @@ class Run:
         under_way.wait()
         if under_way.problem is not None:
             self._report(Notice(f"{under_way.target} was not saved: {under_way.problem}"))
+        elif under_way.untidy is not None:
+            self._report(
+                Notice(f"older generations than {under_way.target} were not removed: {under_way.untidy}")
+            )
+
+    def _refuse_held(self, what: str) -> None:
+        if self.engine.passes.is_held:
+            raise StepError(f"{what} was called inside run.gathered. Call it after that block.")
 
     def load(
         self,
@@ -299,8 +320,15 @@ class Run:
         >>> run.load("runs/first", schedulers=scheduler)                # doctest: +SKIP
         """
         self.check_between_steps("run.load")
+        self._refuse_held("run.load")
+        if self._is_in_loop:
+            raise StepError(
+                "run.load was called inside a loop over run.steps, whose batches are those of other steps. Leave the "
+                "loop, load, and begin another."
+            )
         self._end_saving()
-        return checkpoint.load(self, Path(folder), step, schedulers, lambda text: self._report(Notice(text)))
+        place = Path(folder).expanduser().absolute()
+        return checkpoint.load(self, place, step, schedulers, lambda text: self._report(Notice(text)))
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank keeps for the run, by what they are for."""

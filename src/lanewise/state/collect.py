@@ -19,7 +19,7 @@ class Kept:
 
     states: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, dict[str, tuple[str, float]]] = field(default_factory=dict)
-    stepped: list[str] = field(default_factory=list)
+    stepped: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def take(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[int, Kept]]:
@@ -44,11 +44,11 @@ def entry(flat: Flat, kept: list[Kept]) -> FlatEntry:
     """The manifest's words on a flat, from what all ranks have of it."""
     numbers: dict[str, dict[str, tuple[str, float]]] = {}
     states: dict[str, str] = {}
-    stepped: set[str] = set()
+    stepped: dict[str, tuple[str, ...]] = {}
     for one in kept:
         numbers |= one.numbers
         states |= one.states
-        stepped |= set(one.stepped)
+        stepped |= one.stepped
     fields = tuple(
         (place.name, place.start, place.numel, tuple(parameter.shape), group)
         for place, parameter, group in zip(flat.layout.fields, flat.parameters, flat.groups, strict=True)
@@ -62,7 +62,7 @@ def entry(flat: Flat, kept: list[Kept]) -> FlatEntry:
         kept=_widest(flat),
         states=states,
         numbers=numbers,
-        stepped=tuple(sorted(stepped)),
+        stepped=stepped,
     )
 
 
@@ -143,7 +143,10 @@ def _states(engine: Engine, flat: Flat, kept: Kept) -> dict[str, torch.Tensor]:
             continue
         state = optimizer.optimizer.state.get(piece.tensor, {})
         if state:
-            kept.stepped.append(piece.name)
+            has = [
+                k for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == piece.tensor.shape
+            ]
+            kept.stepped[piece.name] = tuple(sorted(has))
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == piece.tensor.shape:
                 if key not in arrays:
@@ -158,7 +161,6 @@ def _states(engine: Engine, flat: Flat, kept: Kept) -> dict[str, torch.Tensor]:
 
 def _put_states(engine: Engine, flat: Flat, saved: FlatEntry, array: Any) -> None:
     optimizer = engine.committer.optimizer
-    stepped = set(saved.stepped)
     for owner in engine.committer.owners:
         arrays = {key: array(f"state {key}", engine.world.slots[owner]) for key in saved.states}
         for piece in optimizer.slices:
@@ -166,11 +168,11 @@ def _put_states(engine: Engine, flat: Flat, saved: FlatEntry, array: Any) -> Non
                 continue
             state = optimizer.optimizer.state[piece.tensor]
             state.clear()
-            if piece.name not in stepped:
+            if piece.name not in saved.stepped:
                 continue
             stop = piece.part.offset + piece.tensor.numel()
-            for key, values in arrays.items():
-                state[key] = values[piece.part.offset : stop].to(piece.tensor.device, copy=True)
+            for key in saved.stepped[piece.name]:
+                state[key] = arrays[key][piece.part.offset : stop].to(piece.tensor.device, copy=True)
             group = optimizer.optimizer.param_groups[piece.group]
             beside = (
                 piece.tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

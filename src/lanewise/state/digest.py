@@ -59,7 +59,7 @@ def combine(
 def _state_of(flat: FlatEntry, name: str, states: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     if name not in flat.stepped:
         return []
-    found = dict(states)
+    found = {key: states[key] for key in flat.stepped[name]}
     for key, (kind, value) in flat.numbers.get(name, {}).items():
         found[key] = torch.tensor(value, dtype=DTYPES.get(kind, torch.float64))
     return [found[key] for key in sorted(found)]

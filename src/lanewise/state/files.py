@@ -116,6 +116,7 @@ def _chunks(path: Path, num_bytes: int) -> Iterator[bytes]:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU. Not by way of numpy, which has no bf16."""
+    assert tensor.is_contiguous(), "memory is taken as it lies"
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

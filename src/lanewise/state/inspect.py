@@ -57,7 +57,9 @@ class Generation:
             for kind in (flat.kept, *(f"state {key}" for key in sorted(flat.states))):
                 whole = self.whole(number, kind)
                 for name, start, numel, shape, _ in flat.fields:
-                    if not kind.startswith("state ") or name in flat.stepped:
+                    if not kind.startswith("state ") or kind.removeprefix("state ") in flat.stepped.get(
+                        name, ()
+                    ):
                         label = name if kind == "values" else f"{name} ({kind.removeprefix('state ')})"
                         yield label, whole[start : start + numel].view(shape)
         for name, tensor in self.buffers():

@@ -48,7 +48,7 @@ def load(
     engine: Engine,
     folder: Path,
     names: Sequence[str],
-    num_schedulers: int,
+    schedulers: Sequence[str],
     notify: Callable[[str], None],
 ) -> Manifest:
     """Take over the first of these generations that is whole. Collective."""
@@ -60,7 +60,7 @@ def load(
         problem = None
         try:
             found = open_manifest(folder / name)
-            check_layout(engine, found, folder / name, num_schedulers)
+            check_layout(engine, found, folder / name, schedulers)
             tensors = _read(engine, found, folder / name)
         except (StateError, OSError) as error:
             problem = str(error)
@@ -86,7 +86,7 @@ def _is_foreign(problem: str | None) -> bool:
     return problem is not None and _FOREIGN in problem
 
 
-def check_layout(engine: Engine, found: Manifest, where: Path, num_schedulers: int) -> None:
+def check_layout(engine: Engine, found: Manifest, where: Path, schedulers: Sequence[str]) -> None:
     """Refuse the state of another model, optimizer or number of lanes, or with other schedulers."""
 
     def refuse(what: str, saved: Any, here: Any) -> None:
@@ -94,7 +94,8 @@ def check_layout(engine: Engine, found: Manifest, where: Path, num_schedulers: i
             raise StateError(f"{where}: {_FOREIGN}: {what} is {saved} there and {here} here.")
 
     refuse("the number of lanes", found.lanes, engine.world.lanes)
-    refuse("the number of schedulers", len(found.extra.get("schedulers", ())), num_schedulers)
+    saved_schedulers = [str(entry.get("type")) for entry in found.extra.get("schedulers", ())]
+    refuse("the list of schedulers", saved_schedulers, list(schedulers))
     refuse("the optimizer", found.optimizer, type(engine.committer.optimizer.optimizer).__name__)
     refuse(
         "the number of optimizer groups",
@@ -106,8 +107,19 @@ def check_layout(engine: Engine, found: Manifest, where: Path, num_schedulers: i
         here = collect.entry(flat, [])
         for field in ("unit", "dtype", "trainable", "slot", "fields", "kept"):
             refuse(f"{field} of unit {flat.unit_name!r}", getattr(saved, field), getattr(here, field))
-    buffers = {name for file in found.files.values() for name in file.pieces if name.startswith("buffer ")}
-    refuse("the set of buffers", sorted(buffers), sorted(collect.buffer_names(engine)))
+    buffers = {
+        name: (piece.dtype, piece.shape)
+        for file in found.files.values()
+        for name, piece in file.pieces.items()
+        if name.startswith("buffer ")
+    }
+    here_now = {
+        f"buffer {name}": (manifest.dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in engine.buffers.named
+    }
+    refuse("the set of buffers", sorted(buffers), sorted(here_now))
+    for name, kind in here_now.items():
+        refuse(f"type and shape of {name}", buffers[name], kind)
 
 
 def _read(engine: Engine, found: Manifest, folder: Path) -> dict[str, torch.Tensor]:
@@ -127,6 +139,6 @@ def _put_rest(engine: Engine, found: Manifest) -> None:
         for key, value in saved.items():
             now = group.get(key)
             if isinstance(now, torch.Tensor):
-                now.fill_(value)
+                now.fill_(manifest.restore(value))
             else:
-                group[key] = tuple(value) if isinstance(now, tuple) else value
+                group[key] = tuple(value) if isinstance(now, tuple) else manifest.restore(value)

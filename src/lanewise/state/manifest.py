@@ -6,7 +6,9 @@ written. They do not tell who wrote them.
 """
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,8 +74,8 @@ class FlatEntry:
     """The optimizer's states that have a number for each element, and their types."""
     numbers: dict[str, dict[str, tuple[str, float]]]
     """Its states that are one number for a parameter: type and value, by names of parameter and state."""
-    stepped: tuple[str, ...]
-    """The parameters that have a state at all."""
+    stepped: dict[str, tuple[str, ...]]
+    """The parameters that have a state at all, and which of `states` they have."""
 
 
 @dataclass(frozen=True)
@@ -216,17 +218,42 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise StateError(f"tensors of type {dtype} cannot be saved.")
 
 
+_ITEMS, _KIND, _FLOAT = "lanewise items", "lanewise kind", "lanewise float"
+
+
 def plain(value: Any, where: str) -> Any:
-    """A value as JSON gives it back, or an error that names what JSON cannot hold."""
+    """A value in words that JSON has, for `restore`; or an error that names what cannot be said in them.
+
+    Tuples become lists.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return plain(value.item(), where)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{where}.{key}") for key, item in value.items()}
+        items = [[plain(key, where), plain(item, f"{where}.{key}")] for key, item in value.items()]
+        return {_ITEMS: items, _KIND: "Counter" if isinstance(value, Counter) else "dict"}
     if isinstance(value, (list, tuple)):
         return [plain(item, f"{where}[{n}]") for n, item in enumerate(value)]
-    if isinstance(value, (bool, int, str, type(None))) or (isinstance(value, float) and value - value == 0):
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    if isinstance(value, (bool, int, float, str, type(None))):
         return value
     raise StateError(
-        f"{where} is a {type(value).__name__} ({value!r:.60}), and a checkpoint keeps plain values only: finite "
-        "numbers, text, lists and tables of these."
+        f"{where} is a {type(value).__name__} ({value!r:.60}), and a checkpoint keeps plain values only: numbers, "
+        "text, lists and tables of these."
     )
+
+
+def restore(value: Any) -> Any:
+    """The value that `plain` was given."""
+    if isinstance(value, list):
+        return [restore(item) for item in value]
+    if isinstance(value, dict) and _ITEMS in value:
+        items = {restore(key): restore(item) for key, item in value[_ITEMS]}
+        return Counter(items) if value.get(_KIND) == "Counter" else items
+    if isinstance(value, dict) and _FLOAT in value:
+        return float(value[_FLOAT])
+    if isinstance(value, dict):
+        return {key: restore(item) for key, item in value.items()}
+    return value

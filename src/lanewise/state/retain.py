@@ -25,17 +25,20 @@ def superfluous(steps: Sequence[int], keep_last: int, keep_every: int | None) ->
     return [step for step in old if keep_every is None or step % keep_every]
 
 
-def prune(folder: Path, names: Sequence[str], keep_last: int, keep_every: int | None) -> list[str]:
+def prune(
+    folder: Path, names: Sequence[str], keep_last: int, keep_every: int | None, is_sure: bool = False
+) -> list[str]:
     """Remove what may go of these generations, and say which went. Damaged ones are left for a person to look at.
 
-    The newest generation must be whole, by every byte of it; else nothing goes.
+    The newest generation must be whole, by every byte of it; else nothing goes. `is_sure` says that it has just been
+    written and compared.
     """
     whole = {}
     for name in names:
         with contextlib.suppress(StateError, OSError):
             whole[open_manifest(folder / name).step] = name
     gone = [whole[step] for step in superfluous(list(whole), keep_last, keep_every)]
-    if gone:
+    if gone and not is_sure:
         newest = folder / whole[max(whole)]
         for name, file in open_manifest(newest).files.items():
             files.check(newest / name, file)

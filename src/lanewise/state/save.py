@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import xxhash
 from lanewise.engine.engine import Engine
 from lanewise.errors import StateError
 from lanewise.state import collect, digest, files, manifest, together
+from lanewise.state.inspect import Generation
 from lanewise.state.manifest import File, FlatEntry, Manifest, Piece
 from lanewise.version import __version__
 
@@ -55,16 +57,25 @@ class Saving:
         facts: Facts,
         tensors: Mapping[str, torch.Tensor],
         entries: list[FlatEntry],
+        patience: float,
         then: Callable[[], None],
     ) -> None:
-        """`then` is done on rank 0 when the generation is published."""
+        """`then` is done on rank 0 when the generation is published.
+
+        A rank that takes ten times as long as this one, and `patience` more, is not waited for.
+        """
+        self._patience = patience
+        self._began = time.monotonic()
         self.target = target
         self._rank, self._size = engine.world.rank, engine.world.size
         self._slots = engine.world.slots[self._rank]
         self._work = work
         self._tensors = tensors
         self._buffers = (
-            {f"buffer {name}": tensor.detach().to("cpu", copy=True) for name, tensor in engine.buffers.named}
+            {
+                f"buffer {name}": tensor.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in engine.buffers.named
+            }
             if self._rank == 0
             else {}
         )
@@ -89,6 +100,8 @@ class Saving:
         self._is_abandoned = threading.Event()
         self.problem: str | None = None
         """Why nothing was published: on rank 0 whosever fault it was, elsewhere this rank's own."""
+        self.untidy: str | None = None
+        """Why what should be done afterwards was not, on rank 0."""
         self._thread = threading.Thread(target=self._run, name="lanewise save", daemon=True)
         self._thread.start()
 
@@ -108,13 +121,21 @@ class Saving:
 
     def _run(self) -> None:
         self.problem, words = _attempt(self._write)
-        _, _ = _attempt(lambda: _leave(self._work, self._rank, {"problem": self.problem, **(words or {})}))
-        if self._rank == 0:
+        receipt = {"problem": self.problem, **(words or {})}
+        unable, _ = _attempt(lambda: _leave(self._work, self._rank, receipt))
+        self.problem = self.problem or unable
+        self._deadline = time.monotonic() + 10 * (time.monotonic() - self._began) + self._patience
+        if self._rank != 0:
+            while self._work.exists() and time.monotonic() < self._deadline:
+                if self._is_abandoned.wait(_PAUSE_S):
+                    return
+            return
+        if self.problem is None or unable is None:
             self.problem, _ = _attempt(self._finish)
-            if self.problem is not None:
-                _remove(self._work)
-            else:
-                self.problem, _ = _attempt(self._then)
+        if self.problem is not None:
+            _remove(self._work)
+        else:
+            self.untidy, _ = _attempt(self._then)
 
     def _write(self) -> dict[str, Any]:
         made: dict[str, File] = {}
@@ -157,36 +178,48 @@ class Saving:
                     return found
             if self._is_abandoned.wait(_PAUSE_S):
                 raise StateError(f"the run ended before rank {rank} had written its part")
+            if time.monotonic() > self._deadline:
+                raise StateError(
+                    f"rank {rank} did not write its part in time. It may have died, or be unable to write to "
+                    f"{self._work.parent}; look at its own output"
+                )
 
 
-def begin(engine: Engine, folder: Path, facts: Facts, then: Callable[[], None]) -> Saving:
+def begin(engine: Engine, folder: Path, facts: Facts, patience: float, then: Callable[[], None]) -> Saving:
     """Agree on a new generation, copy what goes into it, and start to write. Collective."""
     transport = engine.world.transport
     target = folder / name_of(facts.step)
     token = together.tell_all(transport, secrets.token_hex(8), _WHERE)[0]
     work = folder / f".{target.name}-{token}"
-    problem = _attempt(lambda: _make_folder(target, work))[0] if transport.rank == 0 else None
+    problem = _attempt(lambda: work.mkdir(parents=True))[0] if transport.rank == 0 else None
     problems = together.failures(transport, problem, _WHERE)
+    if not problems:
+        unseen = None if work.is_dir() else f"it does not see {work}, which rank 0 has made there"
+        problems = together.failures(transport, unseen, _WHERE)
+        if problems and transport.rank == 0:
+            _remove(work)
     if problems:
         raise not_saved(target, problems)
     tensors, kept = collect.take(engine)
     entries = _entries(engine, kept)
     collect.fill_in(engine, entries, tensors)
-    return Saving(engine, target, work, facts, tensors, entries, then)
+    return Saving(engine, target, work, facts, tensors, entries, patience, then)
 
 
-def not_saved(target: Path, problems: list[str]) -> StateError:
+class NotSavedError(StateError):
+    """A save that came to nothing."""
+
+    def __init__(self, target: Path, message: str) -> None:
+        super().__init__(message)
+        self.target = target
+
+
+def not_saved(target: Path, problems: list[str]) -> NotSavedError:
     """The error of a save that failed."""
-    return StateError(
-        f"{target} was not saved: {'; '.join(problems)}. Training is as it was, and so are older generations."
+    return NotSavedError(
+        target,
+        f"{target} was not saved: {'; '.join(problems)}. Training is as it was, and so are older generations.",
     )
-
-
-def _make_folder(target: Path, work: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        raise StateError("there is a generation of this step already, and none is ever overwritten")
-    work.mkdir()
 
 
 def _publish(made: Manifest, work: Path, target: Path) -> None:
@@ -201,8 +234,27 @@ def _publish(made: Manifest, work: Path, target: Path) -> None:
         raise StateError("the manifest does not read as it was written")
     manifest.from_bytes(data, str(path))
     files.keep_folder(work)
+    if target.exists() and _is_there_already(made, target):
+        _remove(work)
+        return
     work.rename(target)
     files.keep_folder(target.parent)
+
+
+def _is_there_already(made: Manifest, target: Path) -> bool:
+    """Whether a generation of this step and this digest is there. One that is damaged is moved aside, and kept."""
+    try:
+        found = Generation(target)
+        found.verify()
+    except (StateError, OSError):
+        target.rename(target.with_name(f".{target.name}-damaged-{secrets.token_hex(4)}"))
+        return False
+    if found.manifest.digest != made.digest:
+        raise StateError(
+            f"there is another state of this step already (digest {found.manifest.digest}, and this one has "
+            f"{made.digest}), and none is ever overwritten. Save to another folder"
+        )
+    return True
 
 
 def _place(work: Path, rank: int) -> Path:
@@ -236,7 +288,8 @@ def _kept(words: Mapping[str, Any]) -> collect.Kept:
         name: {key: (kind, value) for key, (kind, value) in states.items()}
         for name, states in words["numbers"].items()
     }
-    return collect.Kept(dict(words["states"]), numbers, list(words["stepped"]))
+    stepped = {name: tuple(keys) for name, keys in words["stepped"].items()}
+    return collect.Kept(dict(words["states"]), numbers, stepped)
 
 
 def _file(words: Mapping[str, Any]) -> File:
