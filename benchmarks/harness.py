@@ -58,7 +58,7 @@ class Contestant:
     def __init__(self, engine: str, case) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch", "torch.distributed", "benchmarks.engines", "lanewise.run.session"]
+            ["torch", "torch.distributed", "benchmarks.engines", "lanewise.run.start"]
         )
         port = free_port()
         self.engine = engine

@@ -11,9 +11,10 @@ from lanewise.version import __version__
 
 if TYPE_CHECKING:
     from lanewise import metrics
-    from lanewise.run.session import Run, start
+    from lanewise.run.session import Run
+    from lanewise.run.start import start
 
-_WHERE = {"Run": "lanewise.run.session", "start": "lanewise.run.session"}
+_WHERE = {"Run": "lanewise.run.session", "start": "lanewise.run.start"}
 _MODULES = ("metrics",)
 
 __all__ = ["Run", "__version__", "errors", "metrics", "start"]

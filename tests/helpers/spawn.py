@@ -22,7 +22,7 @@ def context() -> mp.context.ForkServerContext:
     global _context
     if _context is None:
         _context = mp.get_context("forkserver")
-        _context.set_forkserver_preload(["torch._dynamo", "lanewise.run.session", "tests.helpers.models"])
+        _context.set_forkserver_preload(["torch._dynamo", "lanewise.run.start", "tests.helpers.models"])
     return _context
 
 

@@ -159,7 +159,7 @@ def disk_full(cell: Cell, folder: Path) -> list[object]:
         if step.index == 0:
             files.write = full if run.rank == 1 else real
             run.save(folder)
-            run._saving.wait()
+            run._keeper._saving.wait()
             files.write = real
     after_failure = sorted(path.name for path in folder.iterdir())
     told = [text.split(":")[0] for text in heard if "not saved" in text]

@@ -17,9 +17,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def _generations(folder: Path) -> list[Path]:
     from lanewise.errors import StateError
-    from lanewise.state import load
+    from lanewise.state import load, manifest
 
-    if load.is_name(folder.name):
+    if manifest.is_generation(folder.name):
         return [folder]
     found = [folder / name for name in load.generations(folder)]
     if not found:

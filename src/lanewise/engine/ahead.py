@@ -53,7 +53,7 @@ class Ahead:
         self._world = world
         self._check = check
         self._ignores_bad = nonfinite == "ignore"
-        self._judges: dict[tuple[Form, Schedule], Judge] = {}
+        self._judge: Judge | None = None
         self._losses: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
 
@@ -92,7 +92,9 @@ class Ahead:
         """Put the reports of all ranks together on the device, and have it decide. Collective."""
         where, transport = self._world.device, self._world.transport
         assert isinstance(transport, MessageTransport)
-        judge = self._judge(form, schedule)
+        if self._judge is None or self._judge.schedule is not schedule:
+            self._judge = Judge(form, schedule, self._world.rank, where)
+        judge = self._judge
         row = device.from_host(form.fill(mine, self._world.rank), where)
         lanes = schedule.lanes_of(self._world.rank)
         losses = [self._losses[lane] for lane in lanes]
@@ -109,10 +111,3 @@ class Ahead:
             return None
         nothing = torch.zeros((), dtype=torch.float64, device=self._world.device)
         return [self._weights.get(lane, nothing) + mine.lanes[lane].weight for lane in lanes]
-
-    def _judge(self, form: Form, schedule: Schedule) -> Judge:
-        key = (form, schedule)
-        if key not in self._judges:
-            self._judges.clear()
-            self._judges[key] = Judge(form, schedule, self._world.rank, self._world.device)
-        return self._judges[key]

@@ -91,8 +91,10 @@ class Collector:
                 parameter.grad = None
         if self._lane.is_padding:
             gradients = [None] * len(gradients)
-        if flat.sparse_columns and gradients[0] is not None and gradients[0].layout != torch.strided:
-            gradients = [sparse.tidy(gradients[0], flat)]
+        gradients = [
+            gradient if gradient is None or gradient.layout == torch.strided else sparse.tidy(gradient, flat)
+            for gradient in gradients
+        ]
         first = self._first[flat.number]
         self.present.update(first + n for n, gradient in enumerate(gradients) if gradient is not None)
         if self.observer is not None:

@@ -155,20 +155,18 @@ class Committer:
     def _step(
         self, present: Sequence[bool], divisor: float, verdict: Verdict | None, clip_value: float | None
     ) -> None:
-        if verdict is not None and clip_value is not None:
-            totals = [self._sum.total(flat, self._world.rank) for flat in self._flats]
-            for total in totals:
-                total.div_(verdict.divisor.to(total.dtype)).clamp_(-clip_value, clip_value)
-            verdict = replace(verdict, divisor=torch.ones_like(verdict.divisor))
-        elif verdict is None and (
-            clip_value is not None or (self._updates_everything and not self._divides_later(divisor))
-        ):
+        divides_now = verdict is None and self._updates_everything and not self._divides_later(divisor)
+        if clip_value is not None or divides_now:
             for flat in self._flats:
                 total = self._sum.total(flat, self._world.rank)
-                divide(total, divisor)
+                if verdict is None:
+                    divide(total, divisor)
+                else:
+                    total.div_(verdict.divisor.to(total.dtype))
                 if clip_value is not None:
                     total.clamp_(-clip_value, clip_value)
             divisor = 1.0
+            verdict = verdict and replace(verdict, divisor=torch.ones_like(verdict.divisor))
         if self._updates_everything:
             self._sum.gather()
             if self._world.transport.is_shared:

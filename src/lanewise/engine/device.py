@@ -73,12 +73,6 @@ def describe(device: torch.device) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for what was started on a GPU; nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels written in Triton run on a device."""

@@ -67,12 +67,9 @@ class EagerSum:
         self._number = 0
         self._announced: int | None = None
         self._opened: deque[_Open] = deque()
-        if schedule == self._schedule:
-            return
-        self._schedule = schedule
-        self._program = owner_program_eager(schedule)
-        for flat in self._flats:
-            self._find_registers(flat)
+        if schedule is not self._schedule:
+            self._schedule = schedule
+            self._plan(schedule)
 
     def deposit(self, unit: Unit, leaves: Sequence[Leaf] | None) -> None:
         """Send one lane's gradients of a unit to their owners. None: this rank only receives this round."""
@@ -118,13 +115,15 @@ class EagerSum:
         """As much as at any time."""
         return self.num_bytes
 
-    def _find_registers(self, flat: Flat) -> None:
-        """Room for as many pending subtrees as the program needs."""
-        low, high = self._world.my_span(flat)
-        registers = self._registers[flat.number]
-        while len(registers) < self._program.num_registers:
-            registers.append(torch.zeros(high - low, dtype=flat.sum_dtype, device=self._world.device))
-        del registers[self._program.num_registers :]
+    def _plan(self, schedule: Schedule) -> None:
+        """Find the program, and room for as many pending subtrees as it needs."""
+        self._program = owner_program_eager(schedule)
+        for flat in self._flats:
+            low, high = self._world.my_span(flat)
+            registers = self._registers[flat.number]
+            while len(registers) < self._program.num_registers:
+                registers.append(torch.zeros(high - low, dtype=flat.sum_dtype, device=self._world.device))
+            del registers[self._program.num_registers :]
 
     def _send(self, flat: Flat, leaf: Leaf | None) -> None:
         """Start the exchange of a flat, piece by piece."""

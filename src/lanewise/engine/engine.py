@@ -70,6 +70,8 @@ class Engine:
         self._report = RankReport()
         self._done: list[int] = []
         self._schedule: Schedule | None = None
+        self._shares: Sequence[int] = ()
+        self._form: Form | None = None
         self._is_first = True
         self._runs_ahead = False
         is_gpu = world.device.type == "cuda"
@@ -89,23 +91,23 @@ class Engine:
         self.original.check()
         self.committer.optimizer.check_groups()
         self.committer.optimizer.number = step
-        schedule = self.sum.schedule(shares)
-        if schedule != self._schedule:
+        if self._schedule is None or shares != self._shares:
+            self._shares, self._schedule = shares, self.sum.schedule(shares)
             self.passes.forget_order()
-        self._schedule = schedule
+        schedule = self._schedule
         self._runs_ahead = self._can_run_ahead()
         if isinstance(self.world.transport, MessageTransport):
             self.world.transport.hush(all(None not in row for row in schedule.table))
         self.passes.observer = self._meter.begin_step() if self._meter is not None else None
         self._check.begin_step()
-        self.sum.begin_step(self._schedule)
+        self.sum.begin_step(schedule)
         self.collector.begin_step()
         self.buffers.begin_step()
         self._report = RankReport(present=self.collector.present)
         self._done = []
         if self._ahead is not None:
             self._ahead.begin_step()
-        return self._schedule
+        return schedule
 
     @property
     def runs_ahead(self) -> bool:
@@ -179,16 +181,8 @@ class Engine:
         transport.say(f"step {self._step}, update")
         self.sum.finish()
         self._report.changed_buffers = self.buffers.changed()
-        self._report.options = {
-            "clip or clip_value": hashing.short([repr(clip), repr(clip_value)]),
-            **self.committer.optimizer.options(),
-        }
-        if isinstance(transport, MessageTransport):
-            self._report.options = {**self._report.options, refuse.LEDGER: transport.ledger.check}
-        form = Form(
-            self.world.lanes, self.world.slots, len(self.collector.parameters),
-            len(self._report.changed_buffers), tuple(self._report.options),
-        )  # fmt: skip
+        self._report.options = self._options(clip, clip_value)
+        form = self._form = self._form or self._make_form()
         if self.passes.observer is not None:
             self.passes.observer()
         result = (self._update_ahead if self._runs_ahead else self._update)(form, clip, clip_value)
@@ -201,6 +195,23 @@ class Engine:
         self.original.remember()
         self._is_first = False
         return result
+
+    def _options(self, clip: float | None, clip_value: float | None) -> dict[str, int]:
+        """What must be equal on all ranks for this step, as hashes."""
+        found = {
+            "clip or clip_value": hashing.short([repr(clip), repr(clip_value)]),
+            **self.committer.optimizer.options(),
+        }
+        if isinstance(self.world.transport, MessageTransport):
+            found[refuse.LEDGER] = self.world.transport.ledger.check
+        return found
+
+    def _make_form(self) -> Form:
+        """The form of all reports of the run, from the first of them."""
+        return Form(
+            self.world.lanes, self.world.slots, len(self.collector.parameters),
+            len(self._report.changed_buffers), tuple(self._report.options),
+        )  # fmt: skip
 
     def _update(self, form: Form, clip: float | None, clip_value: float | None) -> Result:
         """Decide by what all ranks tell this one, and step."""

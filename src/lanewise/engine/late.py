@@ -63,7 +63,7 @@ class LateSum:
         self._sending: list[Transfer] = []
         self._waiting: deque[tuple[Flat, Leaf | None]] = deque()
         self._to_come = deque(self._flats)
-        if schedule != self._schedule:
+        if schedule is not self._schedule:
             self._schedule = schedule
             self._plan(schedule)
 

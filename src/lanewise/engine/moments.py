@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lanewise.engine import device as devices
 from lanewise.engine.accept import ELEMENTWISE
 from lanewise.lanes.seeds import derive
 
@@ -224,11 +225,9 @@ def key_of(seed: int, step: int, flat: int, name: str) -> Key:
 
 def rounder(device: torch.device) -> Rounder:
     """The rounding for a device: one kernel on a GPU, to the same bits."""
-    if device.type == "cuda":
-        try:
-            from lanewise.engine.kernels import rounding
-        except ImportError:  # no Triton on this machine
-            return round_to_bf16
+    if devices.has_kernels(device):
+        from lanewise.engine.kernels import rounding
+
         return rounding.round_to_bf16
     return round_to_bf16
 

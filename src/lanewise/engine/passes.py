@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lanewise.engine.homes import Home, ShardedHome
+from lanewise.engine.hooks import After, Before
 from lanewise.engine.saved import SavedValues
 from lanewise.engine.unit import Unit
 from lanewise.errors import ModelError
@@ -32,6 +32,8 @@ _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 _Shape = tuple[tuple[int, int, int, bool], ...]
 """The calls of a lane: the unit, the nodes at which it began and ended, and whether backward announces it."""
+_MOST_SHAPES = 1024
+"""Shapes to remember: a model whose graph is ever another must not fill the memory."""
 _NO_DATA = "data is not allocated yet"
 _PAST_OUTPUTS = (
     "backward came to a unit past its outputs (by a tensor that its forward left somewhere, in an attribute, say), for "
@@ -98,7 +100,7 @@ class Passes:
     def install(self) -> None:
         """Hook every unit."""
         for unit in self._units:
-            before, after = _Before(self, unit), _After(self, unit)
+            before, after = Before(unit, self.before_forward), After(unit, self.after_forward)
             self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(unit.module.register_forward_hook(after))
 
@@ -161,10 +163,7 @@ class Passes:
 
         The root stays, for the next forward of the lane.
         """
-        shape = tuple(
-            (c.unit.number, c.began - self._first_node, c.ended - self._first_node, c.enters)
-            for c in self._calls
-        )
+        shape = self._shape() if self._home.is_safe and self._home.frees else ()
         self._in_backward = True
         handle = loss.register_hook(self._begin_task)
         try:
@@ -177,11 +176,17 @@ class Passes:
             handle.remove()
             self._in_backward = False
         if self._saved.is_listening and not self._saved.has_brought_back:
+            if len(self._known_graphs) >= _MOST_SHAPES:
+                self._known_graphs.clear()
             self._known_graphs.add(shape)
         self._is_known = shape in self._known_graphs
         if records:
             self._order = self._called
         self.reset()
+
+    def _shape(self) -> _Shape:
+        first = self._first_node
+        return tuple((c.unit.number, c.began - first, c.ended - first, c.enters) for c in self._calls)
 
     def reset(self) -> None:
         """Forget what was called, and let everything go but what is held."""
@@ -316,41 +321,3 @@ class _Entering:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._passes.entered(self._call)
-
-
-class _UnitHook:
-    """A hook on a module. It does nothing for copies of that module, and nothing when it is unpickled.
-
-    Compilers leave it alone, and all that it calls.
-    """
-
-    def __init__(self, passes: Passes, unit: Unit) -> None:
-        self._unit = unit
-        self._before = torch.compiler.disable(passes.before_forward)
-        self._after = torch.compiler.disable(passes.after_forward)
-
-    def __deepcopy__(self, memo: object) -> "_UnitHook":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _idle_hook, ()
-
-
-class _Before(_UnitHook):
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
-        if module is self._unit.module:
-            self._before(self._unit)
-
-
-class _After(_UnitHook):
-    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if module is self._unit.module:
-            self._after(self._unit, output)
-
-
-def _idle_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*arguments: Any) -> None:
-    """What remains of a hook in a model that was pickled."""

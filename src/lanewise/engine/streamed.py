@@ -23,7 +23,7 @@ from lanewise.engine.world import World
 from lanewise.lanes.hosting import Span
 from lanewise.lanes.layout import FlatLayout, between
 from lanewise.lanes.program import Instruction, Program
-from lanewise.lanes.schedule import Schedule
+from lanewise.lanes.schedule import Schedule, owner_program_eager
 from lanewise.lanes.tree import leaf as leaf_node
 
 _LAG = 1
@@ -70,7 +70,6 @@ class StreamedSum(EagerSum):
         self._device_check = check
         self._main = device.Queue.present(world.device)
         self._side = device.Queue.another(world.device)
-        self._planned: Schedule | None = None
         self._rounds: dict[tuple[int, torch.dtype], Adding] = {}
         self._where = {flat.number: f"the exchange of gradients of {flat.unit_name}" for flat in flats}
         self._underway: deque[_Underway] = deque()
@@ -90,11 +89,10 @@ class StreamedSum(EagerSum):
         self._wait(0)
         self._free()
         super().begin_step(schedule)
-        if schedule is not self._planned:
-            self._planned = schedule
-            self._plan_rounds(schedule)
 
-    def _plan_rounds(self, schedule: Schedule) -> None:
+    def _plan(self, schedule: Schedule) -> None:
+        """Find the program. Room is found when a flat's first gradient comes: a forward needs it for itself."""
+        self._program = owner_program_eager(schedule)
         self._rounds = {}
         self._from_each: dict[tuple[int, int], list[int]] = {}
         self._senders = [
@@ -152,9 +150,6 @@ class StreamedSum(EagerSum):
     def present_bytes(self) -> dict[str, int]:
         """What is in use now."""
         return {"gradients": self._gradient_bytes, "exchange": self._used_bytes}
-
-    def _find_registers(self, flat: Flat) -> None:
-        """Room is found when a flat's first gradient comes, since a forward needs the memory for itself."""
 
     def _send(self, flat: Flat, leaf: Leaf | None) -> None:
         registers = self._registers[flat.number]

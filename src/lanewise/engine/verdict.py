@@ -32,6 +32,7 @@ class Judge:
     """Finds verdicts for one schedule."""
 
     def __init__(self, form: Form, schedule: Schedule, rank: int, device: torch.device) -> None:
+        self.schedule = schedule
         self._form = form
         self._rank = rank
         self._device = device

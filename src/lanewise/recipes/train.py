@@ -18,7 +18,8 @@ from lanewise.errors import DataError
 from lanewise.recipes import tasks
 from lanewise.recipes.recipe import Optimizer, Recipe, Schedule
 from lanewise.run.fit import Fit
-from lanewise.run.session import Run, start
+from lanewise.run.session import Run
+from lanewise.run.start import start
 
 
 @dataclass(frozen=True)

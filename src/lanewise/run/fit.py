@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lanewise.data.loader import Loader
 from lanewise.errors import SettingsError, StepError
-from lanewise.run import agree
+from lanewise.run import agree, checkpoint
 from lanewise.run.loop import Step
 from lanewise.run.progress import progress as show_progress
 
@@ -80,7 +80,7 @@ def fit(
     model = run.engine.model
     total = _total(loader, steps, epochs)
     every = len(loader) if every is None else every
-    listed = [schedulers] if isinstance(schedulers, LRScheduler) else list(schedulers)
+    listed = checkpoint.listed(schedulers)
     on_plateau = [scheduler for scheduler in listed if isinstance(scheduler, ReduceLROnPlateau)]
     _check(evaluate is not None, every, watch, better, patience, bool(on_plateau))
     observed = _Observed(watch, better)

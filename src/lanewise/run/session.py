@@ -5,7 +5,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from lanewise import config, env
-from lanewise.config import ExchangeKind, Moments, NonFinite, Precision, Reduction, Strategy
 from lanewise.data.loader import Loader, Portion, make_loader
 from lanewise.data.partition import Partition
-from lanewise.engine import device as devices
 from lanewise.engine import gathered, randomness
 from lanewise.engine.engine import Engine
 from lanewise.engine.find import Selector
@@ -28,56 +25,14 @@ from lanewise.engine.prepare import prepare
 from lanewise.engine.transport.protocol import Transport
 from lanewise.engine.world import World
 from lanewise.errors import DataError, ModelError, NonFiniteError, SettingsError, StepError
-from lanewise.events import Notice, Reporter, Scalars, Sink, StepDone, Table, console
+from lanewise.events import Notice, Reporter, Scalars, StepDone, Table
 from lanewise.lanes.hosting import even, weighted
-from lanewise.run import agree, checkpoint, record
+from lanewise.run import agree, record
 from lanewise.run import digest as digests
-from lanewise.run.connect import connect
+from lanewise.run.checkpoint import Keeper
 from lanewise.run.evaluate import evaluate
 from lanewise.run.fit import fit
 from lanewise.run.loop import Step
-from lanewise.state.save import NotSavedError, Saving
-
-
-def start(
-    *,
-    lanes: int = 8,
-    strategy: Strategy = "ddp",
-    seed: int = 0,
-    reduction: Reduction = "exact",
-    precision: Precision = "model",
-    moments: Moments = "fp32",
-    micro_batches: int = 1,
-    nonfinite: NonFinite = "raise",
-    exchange: ExchangeKind = "auto",
-    hosting: str | Sequence[float] = "even",
-    threads: int = 1,
-    timeout: timedelta | float = timedelta(seconds=30),
-    allow_mixed: bool = False,
-    sinks: Sequence[Sink] | None = None,
-) -> "Run":
-    """Start a run: connect the ranks of this launch and agree on its settings.
-
-    Settings that `lanewise run` was given win over these, with a notice. Without a launcher this process
-    is a world of its own.
-
-    >>> import lanewise as lw
-    >>> run = lw.start(lanes=8, strategy="zero3", seed=0)      # doctest: +SKIP
-    """
-    script = {name: value for name, value in locals().items() if name != "sinks"}
-    settings, notices = config.settings(script, env.overrides())
-    launch = env.launch()
-    device = devices.choose(launch.local_rank)
-    devices.settle(device, settings.threads, settings.reduction == "exact")
-    if device.type == "cpu":
-        devices.keep_freed_memory()
-    report = Reporter([])
-    if launch.rank == 0:
-        report.sinks.extend([console] if sinks is None else sinks)
-    for text in notices:
-        report(Notice(text))
-    transport = connect(launch, settings, device, lambda text: report(Notice(text)))
-    return Run(settings, transport, device, report)
 
 
 class Run:
@@ -95,7 +50,7 @@ class Run:
         self._step: Step | None = None
         self._unsettled: deque[Step] = deque()
         """Updated steps whose outcome nobody has looked at: at most one between two updates."""
-        self._saving: Saving | None = None
+        self._keeper = Keeper(self, lambda text: report(Notice(text)))
         self._is_in_loop = False
         self._is_closed = False
         self.position = 0
@@ -274,33 +229,8 @@ class Run:
         """
         self.check_between_steps("run.save")
         self._refuse_held("run.save")
-        self._end_saving()
         place = Path(folder).expanduser().absolute()
-        try:
-            self._saving = checkpoint.save(self, place, schedulers, extra, keep_last, keep_every)
-        except NotSavedError as error:
-            if wait:
-                raise
-            self._report(Notice(str(error)))
-            return error.target
-        target = self._saving.target
-        if wait:
-            under_way, self._saving = self._saving, None
-            checkpoint.finish(self, under_way)
-        return target
-
-    def _end_saving(self, only_if_done: bool = False) -> None:
-        """Wait for a save under way, and say so if it failed."""
-        if self._saving is None or (only_if_done and not self._saving.is_done):
-            return
-        under_way, self._saving = self._saving, None
-        under_way.wait()
-        if under_way.problem is not None:
-            self._report(Notice(f"{under_way.target} was not saved: {under_way.problem}"))
-        elif under_way.untidy is not None:
-            self._report(
-                Notice(f"older generations than {under_way.target} were not removed: {under_way.untidy}")
-            )
+        return self._keeper.save(place, schedulers, extra, keep_last, keep_every, wait)
 
     def _refuse_held(self, what: str) -> None:
         if self.engine.passes.is_held:
@@ -326,9 +256,7 @@ class Run:
                 "run.load was called inside a loop over run.steps, whose batches are those of other steps. Leave the "
                 "loop, load, and begin another."
             )
-        self._end_saving()
-        place = Path(folder).expanduser().absolute()
-        return checkpoint.load(self, place, step, schedulers, lambda text: self._report(Notice(text)))
+        return self._keeper.load(Path(folder).expanduser().absolute(), step, schedulers)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank keeps for the run, by what they are for."""
@@ -369,10 +297,10 @@ class Run:
             error = sys.exception() or getattr(sys, "last_value", None)
             try:
                 if error is None:
-                    self._end_saving()
+                    self._keeper.end()
                     self._settle(0)
-                elif self._saving is not None:
-                    self._saving.abandon()
+                else:
+                    self._keeper.abandon()
             except Exception as late:
                 error = late
                 raise
@@ -393,7 +321,7 @@ class Run:
     def _after_update(self, step: Step) -> None:
         self.position += 1
         self._unsettled.append(step)
-        self._end_saving(only_if_done=True)
+        self._keeper.end(only_if_done=True)
         self._settle(0 if step.is_known or self._recorder is not None else 1)
 
     def _settle(self, left: int) -> None:

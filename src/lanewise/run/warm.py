@@ -22,7 +22,7 @@ from lanewise import env
 from lanewise.errors import ProofError
 from lanewise.run import worker
 
-_PRELOAD = ("torch", "numpy", "torch._dynamo", "lanewise.run.session")
+_PRELOAD = ("torch", "numpy", "torch._dynamo", "lanewise.run.start")
 """What takes seconds to import. An optimizer's first step imports dynamo."""
 _POLL_S = 0.02
 

@@ -10,7 +10,7 @@ from lanewise.engine.engine import Engine
 from lanewise.engine.homes import HostHome, PrivateHome
 from lanewise.engine.unit import Flat
 from lanewise.lanes.hosting import Span
-from lanewise.state.manifest import DTYPES, FlatEntry, Manifest, dtype_name, piece_name
+from lanewise.state.manifest import BUFFER, DTYPES, FlatEntry, Manifest, dtype_name, piece_name
 
 
 @dataclass
@@ -27,7 +27,7 @@ def take(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[int, Kept]]:
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[int, Kept] = {}
     world = engine.world
-    first, last = world.slots[world.rank]
+    first, _ = world.slots[world.rank]
     for flat in engine.flats:
         arrays = {_widest(flat): _own(engine, flat)}
         kept[flat.number] = Kept()
@@ -36,7 +36,6 @@ def take(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[int, Kept]]:
         for kind, array in arrays.items():
             for number, part in enumerate(array.split(flat.layout.slot)):
                 tensors[piece_name(flat.number, kind, first + number)] = part
-    assert last >= first
     return tensors, kept
 
 
@@ -116,7 +115,7 @@ def put(engine: Engine, manifest: Manifest, tensors: Mapping[str, torch.Tensor])
 
 def buffer_names(engine: Engine) -> list[str]:
     """The names of the pieces of buffers."""
-    return [f"buffer {name}" for name, _ in engine.buffers.named]
+    return [BUFFER + name for name, _ in engine.buffers.named]
 
 
 def _widest(flat: Flat) -> str:

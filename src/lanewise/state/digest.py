@@ -1,4 +1,7 @@
-"""The digest of a run, from pieces: each rank hashes the places in its slots, and all of them are put together."""
+"""The digest of a run, from pieces: each rank hashes the places in its slots, and all of them are put together.
+
+It knows nothing of an engine. `run.digest` finds the same from the engine's own memory, and a load compares the two.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -28,9 +28,9 @@ def export(generation: Generation, folder: Path) -> list[Path]:
     weights: dict[str, str] = {}
     paths = []
     total = 0
-    for number, number_of_flat in enumerate(shards, 1):
+    for number, flat in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = dict(_tensors(generation, number_of_flat))
+        tensors = dict(_tensors(generation, flat))
         files.write(folder / name, tensors, {"format": "pt"})
         weights |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -47,14 +47,13 @@ def export(generation: Generation, folder: Path) -> list[Path]:
 def _shards(generation: Generation) -> Iterator[int | None]:
     """The flats, one file each, and None for the buffers."""
     yield from range(len(generation.manifest.flats))
-    if any(name.startswith("buffer ") for file in generation.manifest.files.values() for name in file.pieces):
+    if any(True for _ in generation.buffers()):
         yield None
 
 
 def _tensors(generation: Generation, flat: int | None) -> Iterator[tuple[str, torch.Tensor]]:
     if flat is None:
-        for name, tensor in generation.buffers():
-            yield name, tensor
+        yield from generation.buffers()
         return
     entry = generation.manifest.flats[flat]
     whole = generation.whole(flat, entry.kept).to(DTYPES[entry.dtype])

@@ -7,7 +7,7 @@ import ctypes
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def check(path: Path, file: File) -> None:
         raise StateError(f"{path}: its bytes are not those that were written (the hash differs).")
 
 
-def read(path: Path, file: File, names: Iterator[str]) -> dict[str, torch.Tensor]:
+def read(path: Path, file: File, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """The pieces of these names, each compared with its hash."""
     found = {}
     with _open(path, file.num_bytes) as stream:

@@ -10,7 +10,7 @@ import torch
 from lanewise.errors import StateError
 from lanewise.state import digest, files
 from lanewise.state.load import open_manifest
-from lanewise.state.manifest import Manifest, piece_name
+from lanewise.state.manifest import BUFFER, Manifest, piece_name
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Generation:
     def piece(self, name: str) -> torch.Tensor:
         """One tensor of the files."""
         file_name = self._place[name]
-        return files.read(self.folder / file_name, self.manifest.files[file_name], iter([name]))[name]
+        return files.read(self.folder / file_name, self.manifest.files[file_name], [name])[name]
 
     def whole(self, number: int, kind: str) -> torch.Tensor:
         """All slots of a flat's values or state."""
@@ -54,28 +54,29 @@ class Generation:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, state of the optimizer and buffer, by a name for people."""
         for number, flat in enumerate(self.manifest.flats):
-            for kind in (flat.kept, *(f"state {key}" for key in sorted(flat.states))):
-                whole = self.whole(number, kind)
+            whole = self.whole(number, flat.kept)
+            for name, start, numel, shape, _ in flat.fields:
+                label = name if flat.kept == "values" else f"{name} ({flat.kept})"
+                yield label, whole[start : start + numel].view(shape)
+            for key in sorted(flat.states):
+                whole = self.whole(number, f"state {key}")
                 for name, start, numel, shape, _ in flat.fields:
-                    if not kind.startswith("state ") or kind.removeprefix("state ") in flat.stepped.get(
-                        name, ()
-                    ):
-                        label = name if kind == "values" else f"{name} ({kind.removeprefix('state ')})"
-                        yield label, whole[start : start + numel].view(shape)
+                    if key in flat.stepped.get(name, ()):
+                        yield f"{name} ({key})", whole[start : start + numel].view(shape)
         for name, tensor in self.buffers():
-            yield f"buffer {name}", tensor
+            yield BUFFER + name, tensor
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every buffer of the model, by its name there."""
         for name in sorted(self._place):
-            if name.startswith("buffer "):
-                yield name.removeprefix("buffer "), self.piece(name)
+            if name.startswith(BUFFER):
+                yield name.removeprefix(BUFFER), self.piece(name)
 
     def digest(self) -> str:
         """The digest of the run, from the files."""
         lanes, flats = self.manifest.lanes, self.manifest.flats
         found = digest.places(flats, lanes, range(lanes), self.piece)
-        buffers = {f"buffer {name}": tensor for name, tensor in self.buffers()}
+        buffers = {BUFFER + name: tensor for name, tensor in self.buffers()}
         return digest.combine([found], flats, buffers, self.manifest.scale)
 
     @cached_property

@@ -3,7 +3,6 @@
 Nothing is changed before every rank has read all that it needs.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,6 @@ from lanewise.state import collect, files, manifest, together
 from lanewise.state.manifest import Manifest
 
 _WHERE = "the loading of a generation"
-_NAME = re.compile(r"step-\d{9}")
-
-
-def is_name(name: str) -> bool:
-    """Whether a folder of this name is a generation."""
-    return _NAME.fullmatch(name) is not None
 
 
 def generations(folder: Path) -> list[str]:
@@ -30,43 +23,48 @@ def generations(folder: Path) -> list[str]:
         entries = sorted((entry.name for entry in folder.iterdir()), reverse=True)
     except OSError as error:
         raise StateError(f"{folder} cannot be read: {error.strerror}.") from error
-    return [name for name in entries if is_name(name)]
+    return [name for name in entries if manifest.is_generation(name)]
 
 
 def open_manifest(folder: Path) -> Manifest:
     """The manifest of a generation."""
     path = folder / manifest.NAME
     found = manifest.from_bytes(files.read_small(path, manifest.MOST_BYTES), str(path))
-    if folder.name != f"step-{found.step:09d}":
+    if folder.name != manifest.name_of(found.step):
         raise StateError(
             f"{path}: it is of step {found.step}, and lies in {folder.name}. It was moved or copied there."
         )
     return found
 
 
+class ForeignStateError(StateError):
+    """A generation that is whole and belongs to another model or run."""
+
+
 def load(
     engine: Engine,
     folder: Path,
-    names: Sequence[str],
+    step: int | None,
     schedulers: Sequence[str],
     notify: Callable[[str], None],
 ) -> Manifest:
-    """Take over the first of these generations that is whole. Collective."""
+    """Take over the newest generation that is whole, or that of a step. Collective."""
     transport = engine.world.transport
     tried: list[str] = []
-    for name in together.tell_all(transport, list(names), _WHERE)[0]:
+    for name in _names(engine, folder, step):
         found: Manifest | None = None
         tensors: dict[str, torch.Tensor] = {}
-        problem = None
+        problem, is_foreign = None, False
         try:
             found = open_manifest(folder / name)
             check_layout(engine, found, folder / name, schedulers)
             tensors = _read(engine, found, folder / name)
         except (StateError, OSError) as error:
-            problem = str(error)
-        problems = together.failures(transport, problem, _WHERE)
-        if any(together.tell_all(transport, _is_foreign(problem), _WHERE)):
-            raise StateError("; ".join(problems))
+            problem, is_foreign = str(error), isinstance(error, ForeignStateError)
+        told = together.tell_all(transport, [problem, is_foreign], _WHERE)
+        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text is not None]
+        if any(foreign for _, foreign in told):
+            raise ForeignStateError("; ".join(problems))
         if not problems:
             assert found is not None
             collect.put(engine, found, tensors)
@@ -78,12 +76,21 @@ def load(
     raise StateError(f"{folder} has no generation that can be loaded.{listed or ' It has none at all.'}")
 
 
-_FOREIGN = "it is the state of something else"
-
-
-def _is_foreign(problem: str | None) -> bool:
-    """Whether a generation is whole and belongs to another model or run."""
-    return problem is not None and _FOREIGN in problem
+def _names(engine: Engine, folder: Path, step: int | None) -> list[str]:
+    """What may be loaded, the newest first, as rank 0 sees it. Collective."""
+    if step is not None:
+        return [manifest.name_of(step)]
+    names: list[str] = []
+    problem = None
+    if engine.world.rank == 0:
+        try:
+            names = generations(folder)
+        except StateError as error:
+            problem = str(error)
+    names, problem = together.tell_all(engine.world.transport, [names, problem], _WHERE)[0]
+    if problem is not None:
+        raise StateError(problem)
+    return names
 
 
 def check_layout(engine: Engine, found: Manifest, where: Path, schedulers: Sequence[str]) -> None:
@@ -91,7 +98,9 @@ def check_layout(engine: Engine, found: Manifest, where: Path, schedulers: Seque
 
     def refuse(what: str, saved: Any, here: Any) -> None:
         if saved != here:
-            raise StateError(f"{where}: {_FOREIGN}: {what} is {saved} there and {here} here.")
+            raise ForeignStateError(
+                f"{where}: it is the state of something else: {what} is {saved} there and {here} here."
+            )
 
     refuse("the number of lanes", found.lanes, engine.world.lanes)
     saved_schedulers = [str(entry.get("type")) for entry in found.extra.get("schedulers", ())]
@@ -111,10 +120,10 @@ def check_layout(engine: Engine, found: Manifest, where: Path, schedulers: Seque
         name: (piece.dtype, piece.shape)
         for file in found.files.values()
         for name, piece in file.pieces.items()
-        if name.startswith("buffer ")
+        if name.startswith(manifest.BUFFER)
     }
     here_now = {
-        f"buffer {name}": (manifest.dtype_name(tensor.dtype), tuple(tensor.shape))
+        manifest.BUFFER + name: (manifest.dtype_name(tensor.dtype), tuple(tensor.shape))
         for name, tensor in engine.buffers.named
     }
     refuse("the set of buffers", sorted(buffers), sorted(here_now))
@@ -128,7 +137,7 @@ def _read(engine: Engine, found: Manifest, folder: Path) -> dict[str, torch.Tens
     for name, file in found.files.items():
         here = sorted(wanted & file.pieces.keys(), key=lambda key: file.pieces[key].start)
         if here:
-            tensors |= files.read(folder / name, file, iter(here))
+            tensors |= files.read(folder / name, file, here)
     return tensors
 
 

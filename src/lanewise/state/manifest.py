@@ -24,6 +24,9 @@ FORMAT = "lanewise generation"
 VERSION = 1
 MOST_BYTES = 1 << 28
 """No manifest is longer."""
+_GENERATION = re.compile(r"step-\d{9}")
+BUFFER = "buffer "
+"""What the names of the pieces of buffers begin with."""
 _FILE = re.compile(r"(slots-\d{5}-\d{5}|buffers)\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{32}")
 DTYPES = {
@@ -104,19 +107,36 @@ class Manifest:
 _ADAPTER = TypeAdapter(Manifest)
 
 
+def name_of(step: int) -> str:
+    """The folder of the generation of a step."""
+    return f"step-{step:09d}"
+
+
+def is_generation(name: str) -> bool:
+    """Whether a folder of this name is a generation."""
+    return _GENERATION.fullmatch(name) is not None
+
+
+def sealed(body: bytes) -> bytes:
+    """A text with its hash in a last line."""
+    return body + b"\n" + xxhash.xxh3_128(body).hexdigest().encode()
+
+
+def unsealed(data: bytes) -> bytes | None:
+    """The text without that line; None where the hash is not that of the text."""
+    body, _, last = data.rpartition(b"\n")
+    return body if xxhash.xxh3_128(body).hexdigest().encode() == last else None
+
+
 def to_bytes(manifest: Manifest) -> bytes:
     """The manifest as JSON, with its own hash in the last line."""
-    body = json.dumps(asdict(manifest), sort_keys=True, indent=1, allow_nan=False).encode()
-    return body + b"\n" + xxhash.xxh3_128(body).hexdigest().encode() + b"\n"
+    return sealed(json.dumps(asdict(manifest), sort_keys=True, indent=1, allow_nan=False).encode()) + b"\n"
 
 
 def from_bytes(data: bytes, where: str) -> Manifest:
     """Read a manifest that anybody may have written."""
-    body, _, last = data.rstrip(b"\n").rpartition(b"\n")
-    if (
-        not _HASH.fullmatch(last.decode("ascii", "replace"))
-        or xxhash.xxh3_128(body).hexdigest() != last.decode()
-    ):
+    body = unsealed(data.rstrip(b"\n"))
+    if body is None:
         raise StateError(
             f"{where}: the hash in its last line is not that of the lines before it. The file is damaged or cut short; "
             "use another generation."

@@ -8,7 +8,7 @@ from pathlib import Path
 from lanewise.errors import SettingsError, StateError
 from lanewise.state import files
 from lanewise.state.load import open_manifest
-from lanewise.state.manifest import NAME
+from lanewise.state.manifest import NAME, name_of
 
 
 def superfluous(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
@@ -36,20 +36,20 @@ def prune(
     whole = {}
     for name in names:
         with contextlib.suppress(StateError, OSError):
-            whole[open_manifest(folder / name).step] = name
-    gone = [whole[step] for step in superfluous(list(whole), keep_last, keep_every)]
+            found = open_manifest(folder / name)
+            whole[found.step] = found
+    gone = superfluous(list(whole), keep_last, keep_every)
     if gone and not is_sure:
-        newest = folder / whole[max(whole)]
-        for name, file in open_manifest(newest).files.items():
-            files.check(newest / name, file)
-    for name in gone:
-        _remove(folder / name)
-    return gone
+        newest = max(whole)
+        for name, file in whole[newest].files.items():
+            files.check(folder / name_of(newest) / name, file)
+    for step in gone:
+        _remove(folder / name_of(step), [*whole[step].files, NAME])
+    return [name_of(step) for step in gone]
 
 
-def _remove(generation: Path) -> None:
+def _remove(generation: Path, listed: Sequence[str]) -> None:
     """Take its name away first, so that a generation is either whole or not there."""
-    listed = [*open_manifest(generation).files, NAME]
     hidden = generation.with_name(f".{generation.name}-going-{secrets.token_hex(4)}")
     generation.rename(hidden)
     files.keep_folder(hidden.parent)

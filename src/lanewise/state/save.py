@@ -12,12 +12,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from lanewise.engine.engine import Engine
 from lanewise.errors import StateError
@@ -29,11 +28,6 @@ from lanewise.version import __version__
 _WHERE = "the saving of a generation"
 _PAUSE_S = 0.005
 """Between two looks for receipts."""
-
-
-def name_of(step: int) -> str:
-    """The folder of the generation of a step."""
-    return f"step-{step:09d}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Saving:
         self._tensors = tensors
         self._buffers = (
             {
-                f"buffer {name}": tensor.detach().to("cpu", copy=True).contiguous()
+                manifest.BUFFER + name: tensor.detach().to("cpu", copy=True).contiguous()
                 for name, tensor in engine.buffers.named
             }
             if self._rank == 0
@@ -130,7 +124,7 @@ class Saving:
                 if self._is_abandoned.wait(_PAUSE_S):
                     return
             return
-        if self.problem is None or unable is None:
+        if unable is None:
             self.problem, _ = _attempt(self._finish)
         if self.problem is not None:
             _remove(self._work)
@@ -163,7 +157,7 @@ class Saving:
             self._manifest.scale,
         )
         all_files = {name: _file(words) for receipt in receipts for name, words in receipt["files"].items()}
-        made = Manifest(**{**vars(self._manifest), "files": all_files, "digest": whole})
+        made = replace(self._manifest, files=all_files, digest=whole)
         for rank in range(self._size):
             _place(self._work, rank).unlink()
         _publish(made, self._work, self.target)
@@ -171,9 +165,8 @@ class Saving:
     def _receipt(self, rank: int) -> dict[str, Any]:
         while True:
             with contextlib.suppress(FileNotFoundError):
-                data = _place(self._work, rank).read_bytes()
-                body, _, last = data.rpartition(b"\n")
-                if xxhash.xxh3_128(body).hexdigest().encode() == last:
+                body = manifest.unsealed(_place(self._work, rank).read_bytes())
+                if body is not None:
                     found: dict[str, Any] = json.loads(body)
                     return found
             if self._is_abandoned.wait(_PAUSE_S):
@@ -188,7 +181,7 @@ class Saving:
 def begin(engine: Engine, folder: Path, facts: Facts, patience: float, then: Callable[[], None]) -> Saving:
     """Agree on a new generation, copy what goes into it, and start to write. Collective."""
     transport = engine.world.transport
-    target = folder / name_of(facts.step)
+    target = folder / manifest.name_of(facts.step)
     token = together.tell_all(transport, secrets.token_hex(8), _WHERE)[0]
     work = folder / f".{target.name}-{token}"
     problem = _attempt(lambda: work.mkdir(parents=True))[0] if transport.rank == 0 else None
@@ -263,8 +256,7 @@ def _place(work: Path, rank: int) -> Path:
 
 def _leave(work: Path, rank: int, words: Mapping[str, Any]) -> None:
     """Write a receipt, so that who finds it finds all of it."""
-    body = json.dumps(words).encode()
-    _place(work, rank).write_bytes(body + b"\n" + xxhash.xxh3_128(body).hexdigest().encode())
+    _place(work, rank).write_bytes(manifest.sealed(json.dumps(words).encode()))
 
 
 def _remove(work: Path) -> None:

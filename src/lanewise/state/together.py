@@ -14,7 +14,7 @@ def tell_all(transport: Transport, word: Any, where: str) -> list[Any]:
     lengths = transport.share(torch.tensor([len(data)]), where)
     longest = max(int(lengths.max()), 1)
     rows = transport.share(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8), where)
-    return [json.loads(bytes(row.tolist())) for row in rows]
+    return [json.loads(bytes(row.numpy())) for row in rows]
 
 
 def failures(transport: Transport, problem: str | None, where: str) -> list[str]:
