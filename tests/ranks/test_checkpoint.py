@@ -190,3 +190,26 @@ def test_a_save_that_fails_beside_training_is_told_and_changes_nothing(tmp_path)
         assert left == []
     assert (tmp_path / name / "manifest.json").exists()
     assert (tmp_path / "other" / name / "manifest.json").exists()
+
+
+def load_where_one_sees_nothing(cell: Cell, folder: Path) -> tuple[str, bool]:
+    run = cell.start(lanes=6)
+    model, _ = run.prepare(model := Gpt(), torch.optim.AdamW(model.parameters(), lr=1e-2))
+    before = run.digest()
+    words = ""
+    try:
+        run.load(folder if run.rank == 0 else folder / "elsewhere")
+    except StateError as error:
+        words = str(error)
+    same = run.digest() == before
+    run.close()
+    return words, same
+
+
+def test_a_rank_that_does_not_see_the_folder_fails_on_all(tmp_path):
+    cell = Cell(2, "zero3", "gloo")
+    on_ranks([Leg(cell, 1, tmp_path, saves=True)], travel)
+    (by_rank,) = on_ranks([cell], load_where_one_sees_nothing, tmp_path)
+    for words, same in by_rank:
+        assert "rank 1: " in words
+        assert same

@@ -457,3 +457,41 @@ def clip_hard(way: Way) -> list[str]:
 def test_a_divisor_beyond_fp32_is_an_error_and_no_step_of_nothing():
     (words,) = one_value([Way(Cell(2, "zero2", "gloo"), True)], clip_hard)
     assert words.startswith("step 1: gradients would have to be divided by")
+
+
+class Leaving(nn.Module):
+    """A block that leaves a second product in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.randn(40, 40) * 0.1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = x @ self.other
+        return x @ self.weight
+
+
+def lead_astray_late(way: Way) -> list[str]:
+    """From step 2 on the loss leads into a block past its outputs, in a graph of another shape."""
+    with running_ahead(way.is_ahead):
+        run, model, _, loader = begin(
+            way, lambda: nn.ModuleDict({"blocks": nn.ModuleList(Leaving() for _ in range(3))})
+        )
+        words = ""
+        try:
+            for step in run.steps(loader, total=4):
+                for x in step:
+                    for block in model["blocks"]:
+                        x = block(x)
+                    astray = model["blocks"][1].aside
+                    step.backward(x.square().mean() if step.index < 2 else astray.sin().square().mean())
+                step.update()
+        except ModelError as error:
+            words = str(error)
+        run.close()
+    return [words]
+
+
+def test_a_graph_that_leads_past_outputs_all_of_a_sudden_is_told_in_words():
+    (words,) = one_value([Way(Cell(1, "zero3", "gloo"), True)], lead_astray_late)
+    assert words.startswith("backward came to a unit past its outputs")

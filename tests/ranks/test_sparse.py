@@ -297,3 +297,36 @@ def test_no_lane_is_made_dense_as_a_whole():
     cells = [Traffic(3, strategy, transport) for strategy in ("zero2", "zero3") for transport in TRANSPORTS]
     for by_rank in on_ranks(cells, train_words):
         assert all(0 < most <= 3 * (VOCABULARY * COLUMNS / LANES + 64) for _, most, _ in by_rank)
+
+
+class Loose(nn.Module):
+    """A sparse gradient of a parameter that belongs to no sparse embedding, so that its flat is a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(31, 6))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, is_sparse: bool) -> torch.Tensor:
+        return self.head(F.embedding(x, self.table, sparse=is_sparse).mean(1))
+
+
+def train_loose(cell: Cell, is_sparse: bool) -> str:
+    run = cell.start(lanes=6)
+    torch.manual_seed(0)
+    model = Loose()
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert not any(flat.sparse_columns for flat in run.engine.flats)
+    data = torch.randint(0, 31, (24, 5), generator=torch.Generator().manual_seed(1))
+    for step in run.steps(run.loader(data, batch_size=12), epochs=1):
+        for x in step:
+            step.backward(model(x, is_sparse).square().mean())
+        step.update()
+    found = run.digest()
+    run.close()
+    return found
+
+
+def test_a_sparse_gradient_in_a_dense_flat_is_made_dense():
+    cells = grid([1, 3], ["ddp", "zero3"])
+    assert set(same_on_ranks(cells, train_loose, True)) == set(same_on_ranks(cells, train_loose, False))

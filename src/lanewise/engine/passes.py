@@ -34,7 +34,8 @@ _Shape = tuple[tuple[int, int, int, bool], ...]
 """The calls of a lane: the unit, the nodes at which it began and ended, and whether backward announces it."""
 _MOST_SHAPES = 1024
 """Shapes to remember: a model whose graph is ever another must not fill the memory."""
-_NO_DATA = "data is not allocated yet"
+_NO_DATA = ("data is not allocated yet", "out of bounds for storage of size 0")
+"""What torch says when it is to read values that are away."""
 _PAST_OUTPUTS = (
     "backward came to a unit past its outputs (by a tensor that its forward left somewhere, in an attribute, say), for "
     "the first time in a graph of this shape, and its parameters are with their owners. Return such tensors from the "
@@ -169,7 +170,7 @@ class Passes:
         try:
             torch.autograd.backward(loss, gradient)
         except RuntimeError as error:
-            if _NO_DATA in str(error):
+            if any(words in str(error) for words in _NO_DATA):
                 raise ModelError(_PAST_OUTPUTS) from error
             raise
         finally:

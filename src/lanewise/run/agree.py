@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lanewise import config
 from lanewise.data.loader import Loader
 from lanewise.engine import hashing
 from lanewise.engine.transport.protocol import Transport
 from lanewise.errors import DataError, DivergedError, SettingsError
+from lanewise.lanes.hosting import even, weighted
 
 
 def on_data(loader: Loader, transport: Transport) -> None:
@@ -26,6 +28,27 @@ def on_data(loader: Loader, transport: Transport) -> None:
                 f"the loaders of rank {rank} and rank 0 differ in shuffle, drop_last or partition. All ranks must deal "
                 "out samples alike: do not let these, or the keys of the partition, depend on the rank."
             )
+
+
+def shares(hosting: str | Sequence[float], lanes: int, world_size: int) -> tuple[int, ...]:
+    """The lanes that each rank hosts. Refuses what is no hosting."""
+    ranks = min(world_size, lanes)
+    try:
+        config.check_hosting(hosting)
+    except ValueError as error:
+        raise SettingsError(f"run.rehost: hosting {error}.") from error
+    if isinstance(hosting, str):
+        found = even(lanes, ranks)
+    elif len(hosting) != world_size:
+        raise SettingsError(
+            f"hosting names {len(hosting)} weights for {world_size} ranks; give one for each rank."
+        )
+    else:
+        try:
+            found = weighted(lanes, hosting)
+        except ValueError as error:
+            raise SettingsError(f"hosting: {error}.") from error
+    return found + (0,) * (world_size - len(found))
 
 
 def on_hosting(shares: Sequence[int], transport: Transport) -> None:

@@ -26,7 +26,6 @@ from lanewise.engine.transport.protocol import Transport
 from lanewise.engine.world import World
 from lanewise.errors import DataError, ModelError, NonFiniteError, SettingsError, StepError
 from lanewise.events import Notice, Reporter, Scalars, StepDone, Table
-from lanewise.lanes.hosting import even, weighted
 from lanewise.run import agree, record
 from lanewise.run import digest as digests
 from lanewise.run.checkpoint import Keeper
@@ -271,23 +270,7 @@ class Run:
 
     def rehost(self, hosting: str | Sequence[float]) -> None:
         """Choose how many lanes each rank hosts from the next step on. Never changes a bit of the result."""
-        ranks = min(self.world_size, self.settings.lanes)
-        try:
-            config.check_hosting(hosting)
-        except ValueError as error:
-            raise SettingsError(f"run.rehost: hosting {error}.") from error
-        if isinstance(hosting, str):
-            shares = even(self.settings.lanes, ranks)
-        elif len(hosting) != self.world_size:
-            raise SettingsError(
-                f"hosting names {len(hosting)} weights for {self.world_size} ranks; give one for each rank."
-            )
-        else:
-            try:
-                shares = weighted(self.settings.lanes, hosting)
-            except ValueError as error:
-                raise SettingsError(f"hosting: {error}.") from error
-        self.shares = shares + (0,) * (self.world_size - len(shares))
+        self.shares = agree.shares(hosting, self.settings.lanes, self.world_size)
 
     def close(self) -> None:
         """Leave the run: unhook the model and disconnect. Happens by itself when the process ends."""
